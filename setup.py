@@ -16,7 +16,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megavlm*", "checkpoint_tools*"]),
-    package_data={"megavlm": ["observability/templates/*", "slurm/*.sh"]},
+    package_data={
+        "megavlm": ["observability/templates/*", "slurm/*.sh", "tasks/*/*.html", "tasks/*/*.svg"]
+    },
     install_requires=[
         "fsspec>=2024.6",
         "httpx>=0.28",

@@ -13,6 +13,7 @@ from megavlm.demo import FAMILY
 from megavlm.families import FAMILIES
 from megavlm.process import leave, loading_packages
 from megavlm.slurm.command import launch
+from megavlm.task import built_in_tasks
 from megavlm.version_option import add_version
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 add_version(app, "megavlm")
 
+PUBLISHED = ", ".join(task.published.name for task in built_in_tasks().values() if task.published)
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML recipe.")]
 Overrides = Annotated[
     list[str] | None,
@@ -278,7 +280,12 @@ def watch(
 
 @app.command()
 def data(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Data set.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help=f"Data set ({PUBLISHED}), or the package of a task that has one."
+        ),
+    ],
     to: Annotated[
         Path | None,
         typer.Option("--to", metavar="DIR", help="Folder (default: data/ and its name there)."),
@@ -286,7 +293,7 @@ def data(
 ) -> None:
     """Download a published data set, check its first rows, and print the recipe's keys for it.
 
-    Stopped in the middle, it goes on where it was. NAME: geo3k, chartqa, flickr30k, streetview.
+    Stopped in the middle, it goes on where it was.
     """
     from megavlm.data.published import fetch_data
 

@@ -11,8 +11,8 @@ class EnvironmentConfig(Section):
     """The environment of every episode, either built in or a class of the user's own."""
 
     name: str = "single_turn"
-    """Built-in environment (single_turn, geo3k, geo3k_calculator, vqa, vqa_retry, caption, geospot)
-    or a class of your own as package.module:Class."""
+    """Environment: single_turn, a built-in task or one of its variants, a class of your own as
+    package.module:Class, or a task of your own by its package."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's class."""

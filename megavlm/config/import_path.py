@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from types import ModuleType
+from typing import Any
 
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -14,3 +15,11 @@ def import_module(name: str) -> ModuleType:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     return importlib.import_module(name)
+
+
+def import_object(path: str) -> Any:
+    """Import the object of an import path. Raises ImportError or AttributeError if there is none,
+    or any error of its module.
+    """
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)

@@ -142,7 +142,7 @@ def find_filesystem(url: str) -> tuple[Any, str]:
 
 def expand(entries: Sequence[str]) -> list[DataFile]:
     """Return the files of a recipe's entries. An entry is a file or a glob (*, ?, [...]). Each is
-    one data set, named after its folder and its name without suffix: "geo3k/train".
+    one data set, named after its folder and its name without suffix: "photos/train".
 
     Raises ValueError for an entry without files, and for a file whose name has none of SUFFIXES.
     """

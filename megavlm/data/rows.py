@@ -62,7 +62,7 @@ class Row:
     messages: tuple[Message, ...] = ()  # the whole chat; () if `problem` is all of it
     tools: tuple[Mapping[str, Any], ...] = ()  # tools that the chat's assistant may call
     response: Message | None = None  # the assistant's last message of a chat; `answer` is its text
-    dataset: str = field(default="", compare=False)  # the data set's name: "geo3k/train"
+    dataset: str = field(default="", compare=False)  # the data set's name: "photos/train"
     is_fetched: bool = field(default=False, compare=False)  # some images came from the network
 
 

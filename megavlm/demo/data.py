@@ -17,8 +17,6 @@ from megavlm.demo.shapes import ROW_SCHEMA, write_dataset
 
 NUM_TRAIN, NUM_TEST = 8000, 800
 CATEGORY = "task"
-# Tasks to draw for recipes in recipes/debug whose environment asks its own kind of question.
-TASKS_OF = {"caption": ("describe",), "geospot": ("place",)}
 CAPTION = IMAGE_PLACEHOLDER + "Describe the image."
 
 

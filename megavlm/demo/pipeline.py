@@ -19,11 +19,12 @@ from megavlm.config.data import Data
 from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.demo import FAMILY
-from megavlm.demo.data import TASKS_OF, DemoData, draw_data, take_data
+from megavlm.demo.data import DemoData, draw_data, take_data
 from megavlm.demo.warm_start import plan_warm_start
 from megavlm.families import FAMILIES, family_of
 from megavlm.observability.text import minutes
 from megavlm.parallel import platform
+from megavlm.task import built_in_tasks
 
 MARK = ".megavlm-demo"
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "debug"
@@ -159,8 +160,9 @@ def _make_data(options: DemoOptions) -> DemoData:
     folder = options.run_dir / "data"
     if options.data is not None:
         return take_data(options.data, folder, seed=options.seed)
-    tasks = options.tasks or TASKS_OF.get(options.algorithm)
-    return draw_data(folder, seed=options.seed, tasks=tasks)
+    task = built_in_tasks().get(options.algorithm)
+    drawn = options.tasks or (task.demo if task else ()) or None
+    return draw_data(folder, seed=options.seed, tasks=drawn)
 
 
 def _train(path: Path, overrides: list[str]) -> None:

@@ -101,7 +101,7 @@ def make_environments(settings: EnvironmentConfig) -> Local | EnvironmentPool:
 
     Raises ValueError if it cannot be loaded or does not have the options.
     """
-    is_built_in = settings.name in registry.BUILT_IN_ENVIRONMENTS
+    is_built_in = registry.find_environment(settings.name).is_built_in
     return Local(settings) if is_built_in else EnvironmentPool(settings)
 
 

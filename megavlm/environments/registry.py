@@ -1,61 +1,70 @@
-"""Names of environments in a recipe: a built-in one, or package.module:Class."""
+"""Names of environments in a recipe: single_turn, a task or one of its variants, or
+package.module:Class.
+"""
 
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from megavlm.config.import_path import IMPORT_PATH, import_module
+from megavlm.config.import_path import IMPORT_PATH, import_object
 from megavlm.environments.base import Context, Environment
+from megavlm.task import SINGLE_TURN, built_in_tasks, find_task
 
 
 @dataclass(frozen=True)
-class BuiltIn:
-    """Built-in environment. reward: its default reward if the recipe names none."""
+class NamedEnvironment:
+    """The environment that a recipe names. path: Import path of its class. task: Name of its task,
+    if it has one.
+    """
 
     path: str
-    reward: str
+    task: str | None = None
+
+    @property
+    def reward(self) -> str:
+        """The name of its reward where the recipe names none."""
+        return self.task or "exact_match"
 
     @property
     def starts_from_row(self) -> bool:
         """True if an episode is one response to the row's own prompt."""
-        return self.path == _SINGLE
+        return self.path == SINGLE_TURN
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.path.startswith("megavlm.")
 
 
-_SINGLE = "megavlm.environments.single_turn:SingleTurn"
-BUILT_IN_ENVIRONMENTS = {
-    "single_turn": BuiltIn(_SINGLE, "exact_match"),
-    "geo3k": BuiltIn(_SINGLE, "geo3k"),
-    "geo3k_calculator": BuiltIn("megavlm.tasks.geo3k.calculator:Calculator", "geo3k"),
-    "vqa": BuiltIn(_SINGLE, "vqa"),
-    "vqa_retry": BuiltIn("megavlm.tasks.vqa.retry:Retry", "vqa"),
-    "caption": BuiltIn(_SINGLE, "caption"),
-    "geospot": BuiltIn(_SINGLE, "geospot"),
-}
+def built_in_environments() -> dict[str, NamedEnvironment]:
+    found = {"single_turn": NamedEnvironment(SINGLE_TURN)}
+    for name, task in built_in_tasks().items():
+        found[name] = NamedEnvironment(task.environment, name)
+        found |= {variant: NamedEnvironment(path, name) for variant, path in task.variants.items()}
+    return found
 
 
-def default_reward(name: str) -> str:
-    return BUILT_IN_ENVIRONMENTS[name].reward if name in BUILT_IN_ENVIRONMENTS else "exact_match"
-
-
-def check_environment_name(name: str) -> None:
-    """Check the form of an environment's name, without loading it. Raises ValueError for an unknown
-    one.
+def find_environment(name: str) -> NamedEnvironment:
+    """Return the environment of that name, without loading its class. Raises ValueError for an
+    unknown name.
     """
-    if name not in BUILT_IN_ENVIRONMENTS and not IMPORT_PATH.fullmatch(name):
-        known = ", ".join(BUILT_IN_ENVIRONMENTS)
+    if IMPORT_PATH.fullmatch(name):
+        return NamedEnvironment(name)
+    built_in = built_in_environments()
+    if name in built_in:
+        return built_in[name]
+    if (task := find_task(name)) is None:
         raise ValueError(
-            f"environment.name={name!r} is unknown: choose one of {known}, or a class as "
-            "package.module:Class"
+            f"environment.name={name!r} is unknown: choose one of {', '.join(built_in)}, a class "
+            "as package.module:Class, or the package of a task"
         )
+    return NamedEnvironment(task.environment, name)
 
 
 def load_environment(name: str, options: Mapping[str, Any]) -> type[Environment]:
     """Return the class. Raises ValueError if it cannot be imported or does not have the options."""
-    path = BUILT_IN_ENVIRONMENTS[name].path if name in BUILT_IN_ENVIRONMENTS else name
-    module, _, attribute = path.partition(":")
     try:
-        found: Any = getattr(import_module(module), attribute)
+        found = import_object(find_environment(name).path)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"environment.name={name}: it cannot be imported ({error})") from error
     if not inspect.isclass(found) or not all(

@@ -1,13 +1,14 @@
-"""evaluation.html: tables, a map, and questions with their images, responses and rewards."""
+"""evaluation.html: tables, sections of tasks, and questions with their images, responses and
+rewards.
+"""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megavlm.data.image_decoding import decode
 from megavlm.data.rows import Row
 from megavlm.evaluation.attempts import Attempt, Candidate, Question, Turn
-from megavlm.evaluation.map import spots, world_map
 from megavlm.evaluation.statistics import Estimate, PairedTest
 from megavlm.evaluation.tables import MeasureTable, ModelComparison
 from megavlm.observability.page import EmbeddedImage, embed, render
@@ -18,6 +19,9 @@ from megavlm.writing import write_whole
 MAX_QUESTIONS = 80
 MAX_ATTEMPTS = 4
 
+# Returns HTML (markupsafe.Markup; other text is escaped) that a task shows of candidates and names.
+TaskSection = Callable[[Sequence[Candidate], Sequence[str]], str]
+
 _TESTS = {"mcnemar": "exact McNemar test", "sign_flip": "sign-flip test"}
 
 
@@ -26,8 +30,11 @@ def write_page(
     candidates: Sequence[Candidate],
     tables: Sequence[MeasureTable],
     comparison: ModelComparison | None,
+    sections: Sequence[TaskSection] = (),
 ) -> None:
-    """Write the page of one model, or of two that are compared. tables: one for each model."""
+    """Write the page of one model, or of two that are compared. tables: one for each model.
+    sections: functions of the tasks.
+    """
     names = short_names([candidate.name for candidate in candidates])
     questions_head, questions = _questions(candidates, names)
     page = render(
@@ -44,7 +51,7 @@ def write_page(
         ],
         candidates=list(zip(names, candidates, strict=True)),
         failed_rewards=failed_rewards,
-        map=world_map(spots(candidates), names),
+        sections=[section(candidates, names) for section in sections],
         questions_head=questions_head,
         questions=questions,
     )

@@ -12,6 +12,7 @@ from io import BytesIO
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from PIL import Image
 
 from megavlm.observability.text import duration, number, percent, points, shorten, visible
@@ -62,6 +63,13 @@ def render(template: str, *, title: str, script: str = "", **values: object) -> 
         **values,
     )
     return page.encode()
+
+
+def fragment(template: Path, **values: object) -> Markup:
+    """Render a template file as HTML for a part of a page. It may import parts.html."""
+    text = template.read_text(encoding="utf-8")
+    # The environment escapes every value.
+    return Markup(_environment.from_string(text).render(**values))  # noqa: S704
 
 
 def embed(image: Image.Image) -> EmbeddedImage:

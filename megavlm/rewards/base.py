@@ -54,7 +54,7 @@ class Score:
     skipped: bool = False
 
 
-def check_answer(row: Mapping[str, Any]) -> None:
+def check_answer(row: Mapping[str, Any], **_: Any) -> None:
     """Check that the row has an answer. Raises ValueError without one, because no response could
     be right.
     """

@@ -70,8 +70,7 @@ class RewardManager:
                 names = ", ".join(part.name for part in self.parts)
                 raise ValueError(f"curriculum.stages: {key} given, but {names} has none")
         for part in self.parts:
-            if part.name in registry.BUILT_IN_REWARDS:
-                registry.load_reward(part.name, self._options(part, self._takes(part), stage))
+            registry.check_options(part.name, self._options(part, self._takes(part), stage))
 
     def _takes(self, part: Part) -> set[str]:
         if part.label in self._remote:

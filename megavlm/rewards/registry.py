@@ -1,35 +1,41 @@
-"""Names of rewards in a recipe: a built-in one, `package.module:function`, or a service's URL."""
+"""Names of rewards in a recipe: a built-in one, a task, `package.module:function`, or a service's
+URL.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megavlm.config.import_path import IMPORT_PATH, import_module
+from megavlm.config.import_path import IMPORT_PATH, import_object
 from megavlm.rewards.base import check_answer
+from megavlm.task import BUILT_IN_TASKS, Task, find_task
 
 RewardFunction = Callable[..., Any]  # signature: see base.py
 
-# Modules are loaded in the reward processes on demand: the one for math takes half a second.
+# Rewards that belong to no task. They compare with the row's answer.
 BUILT_IN_REWARDS = {
     "boxed": "megavlm.rewards.boxed:of_row",
-    "caption": "megavlm.tasks.caption.reward:score",
     "exact_match": "megavlm.rewards.exact_match:of_row",
-    "geo3k": "megavlm.tasks.geo3k.reward:score",
-    "geospot": "megavlm.tasks.geospot.reward:score",
-    "vqa": "megavlm.tasks.vqa.reward:score",
 }
-_CHECK_ROWS = ("caption", "geospot")  # have their own check_row; the others need an answer
 REWARD_MODEL = "reward_model"
 
 
 def check_reward_name(name: str, key: str = "reward.name") -> None:
-    """Check the form of a reward's name without loading it. Raises ValueError if it is unknown."""
-    if name not in BUILT_IN_REWARDS and not is_remote(name) and not IMPORT_PATH.fullmatch(name):
-        known = ", ".join(sorted([*BUILT_IN_REWARDS, REWARD_MODEL]))
+    """Check a reward's name without loading the reward. Raises ValueError if it is unknown."""
+    if name in BUILT_IN_REWARDS or is_remote(name) or IMPORT_PATH.fullmatch(name):
+        return
+    if reward_task(name) is None:
+        known = ", ".join(sorted([*BUILT_IN_REWARDS, *BUILT_IN_TASKS, REWARD_MODEL]))
         raise ValueError(
             f"{key}={name!r} is unknown: choose one of {known}, a function as "
-            "package.module:function, or a service as http://HOST:PORT/PATH"
+            "package.module:function, the package of a task, or a service as "
+            "http://HOST:PORT/PATH"
         )
+
+
+def reward_task(name: str) -> Task | None:
+    """Return the task whose reward has that name. None for a reward that belongs to no task."""
+    return None if name in BUILT_IN_REWARDS or is_remote(name) else find_task(name)
 
 
 def is_remote(name: str) -> bool:
@@ -37,31 +43,51 @@ def is_remote(name: str) -> bool:
 
 
 def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
-    """Import the function, and let a built-in one check its options. Raises ValueError for an
-    unknown option or something that is not a function, and any error of the import.
+    """Import the function, and check its options. Raises ValueError for an option that it cannot
+    use or something that is not a function, and any error of the import.
     """
-    module_name, _, attribute = BUILT_IN_REWARDS.get(name, name).partition(":")
-    module = import_module(module_name)
-    function = getattr(module, attribute)
+    task = reward_task(name)
+    path = BUILT_IN_REWARDS.get(name, name) if task is None else task.reward
+    function: RewardFunction = import_object(path)
     if not callable(function):
         raise ValueError(f"{name} is not a function")
     takes = arguments(function) - {"images"}
     if (unknown := sorted(set(options) - takes)) and not _takes_any(function):
         known = ", ".join(sorted(takes)) or "none"
         raise ValueError(f"it takes no option {unknown[0]!r}; its options are: {known}")
-    if name in BUILT_IN_REWARDS and hasattr(module, "prepare"):
-        module.prepare(**options)
+    check_options(name, options)
     return function
 
 
-def check_reward_row(name: str, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Check that the row has the answer or columns that a built-in reward needs. Raises ValueError
-    if not. Other rewards are not checked.
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Let a task check the options of its reward. Raises ValueError for an option that it cannot
+    use. Other rewards are not checked.
     """
-    if name in _CHECK_ROWS:
-        import_module(BUILT_IN_REWARDS[name].partition(":")[0]).check_row(row, **options)
-    elif name in BUILT_IN_REWARDS:
+    task = reward_task(name)
+    if task is not None and task.check_options is not None:
+        import_object(task.check_options)(**options)
+
+
+def prepare_options(name: str, options: Mapping[str, Any], folder: str) -> Mapping[str, Any]:
+    """Return the options that the reward processes get. A task may write files for them to
+    `folder`.
+    """
+    task = reward_task(name)
+    if task is None or task.prepare_options is None:
+        return options
+    prepared: Mapping[str, Any] = import_object(task.prepare_options)(options, folder)
+    return prepared
+
+
+def check_reward_row(name: str, row: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Check that the row has the answer or columns that a built-in reward or a task needs. Raises
+    ValueError if not. Other rewards are not checked.
+    """
+    task = reward_task(name)
+    if name in BUILT_IN_REWARDS:
         check_answer(row)
+    elif task is not None and task.check_row is not None:
+        import_object(task.check_row)(row, **options)
 
 
 def arguments(function: RewardFunction) -> set[str]:

@@ -6,9 +6,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from megavlm.config.schema import Config
-from megavlm.environments.registry import default_reward
+from megavlm.environments.registry import find_environment
+from megavlm.rewards import registry
 from megavlm.rewards.manager import Part, RewardManager
-from megavlm.tasks.caption.corpus import with_corpus
+from megavlm.task import Task
 from megavlm.temporary import temporary_folder
 
 
@@ -20,20 +21,27 @@ def reward_parts(config: Config) -> list[Part]:
             Part(label, part.name, part.weight, part.options)
             for label, part in reward.parts.items()
         ]
-    name = reward.name or default_reward(config.environment.name)
+    name = reward.name or find_environment(config.environment.name).reward
     return [Part("reward", name, options=reward.options)]
+
+
+def used_tasks(config: Config) -> list[Task]:
+    """Return the tasks that the environment and the rewards of a recipe belong to."""
+    names = [find_environment(config.environment.name).task]
+    names += [part.name for part in reward_parts(config)]
+    return [task for name in dict.fromkeys(names) if name and (task := registry.reward_task(name))]
 
 
 def make_reward_manager(config: Config) -> RewardManager:
     """Start the rewards. Raises ValueError if a reward cannot be loaded, or if no reward takes the
     tolerance or weights of a curriculum stage.
     """
-    # A reward process reads the corpus whenever it starts, so the folder is kept as long as the
-    # manager.
+    # A reward process reads the files of its options whenever it starts, so the folder is kept as
+    # long as the manager.
     resources = ExitStack()
     folder = str(resources.enter_context(temporary_folder("megavlm_rewards_")))
     parts = [
-        replace(part, options=with_corpus(part.options, folder)) if part.name == "caption" else part
+        replace(part, options=registry.prepare_options(part.name, part.options, folder))
         for part in reward_parts(config)
     ]
     reward_manager = RewardManager(parts, config.reward, resources)

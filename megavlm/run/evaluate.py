@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.config.dump import write
+from megavlm.config.import_path import import_object
 from megavlm.config.schema import Config
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Rows
 from megavlm.evaluation.attempts import Attempt, Candidate, Question, Turn
 from megavlm.evaluation.files import write_attempts
-from megavlm.evaluation.page import write_page
+from megavlm.evaluation.page import TaskSection, write_page
 from megavlm.evaluation.questions import question_limit
 from megavlm.evaluation.result import EvaluationResult
 from megavlm.evaluation.runner import PROMPTS_AT_ONCE, Answer
@@ -29,7 +30,7 @@ from megavlm.observability.progress import Progress
 from megavlm.observability.records import finite
 from megavlm.observability.text import failed_rewards, number, percent, points
 from megavlm.rollout.episodes import EpisodeRunner
-from megavlm.rollout.rewards import make_reward_manager
+from megavlm.rollout.rewards import make_reward_manager, used_tasks
 from megavlm.rollout.trajectory import Episode, Group
 from megavlm.run.model_paths import served_folder
 from megavlm.training.evaluation import EvaluationSet, sampling
@@ -43,6 +44,10 @@ def evaluate_models(config: Config, progress: Progress) -> None:
     evaluation.html.
     """
     write(config, config.run.dir)
+    # Loaded before the evaluation, so that a page that cannot be imported does not end it.
+    sections: list[TaskSection] = [
+        import_object(task.evaluation_page) for task in used_tasks(config) if task.evaluation_page
+    ]
     names = [config.evaluation.model, *filter(None, [config.evaluation.baseline])]
     results, candidates = [], []
     for place, name in enumerate(names):
@@ -63,7 +68,7 @@ def evaluate_models(config: Config, progress: Progress) -> None:
                 # Blind and shuffled measures are made for the first model only.
                 results += [player.measures()] if place == 0 else []
                 candidates.append(player.candidate(shown))
-    write_files(Path(config.run.dir), results[0], candidates)
+    write_files(Path(config.run.dir), results[0], candidates, sections)
 
 
 class ModelPlayer:
@@ -166,13 +171,17 @@ def _turns(episode: Episode) -> list[Turn]:
     return [Turn(first), *turns] if turns else []
 
 
-def write_files(run_dir: Path, result: EvaluationResult, candidates: Sequence[Candidate]) -> None:
+def write_files(
+    run_dir: Path,
+    result: EvaluationResult,
+    candidates: Sequence[Candidate],
+    sections: Sequence[TaskSection] = (),
+) -> None:
     tables = [tabulate(candidate.questions) for candidate in candidates]
     comparison = None
     if len(candidates) == 2:
         comparison = compare_models(candidates[0].questions, candidates[1].questions)
     write_attempts(run_dir / TABLE_FILE, candidates)
-    write_page(run_dir / PAGE_FILE, candidates, tables, comparison)
     record = {
         **result.to_dict(),
         "models": [
@@ -185,6 +194,8 @@ def write_files(run_dir: Path, result: EvaluationResult, candidates: Sequence[Ca
     text = json.dumps(finite(record), indent=2, ensure_ascii=False)
     write_whole(run_dir / RESULT_FILE, (text + "\n").encode())
     _print_summary(result, candidates, tables, comparison)
+    # The page is last, because it runs the code of tasks.
+    write_page(run_dir / PAGE_FILE, candidates, tables, comparison, sections)
     for name in (RESULT_FILE, TABLE_FILE, PAGE_FILE):
         print(f"evaluation  {run_dir / name}")
 

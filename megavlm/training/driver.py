@@ -13,7 +13,7 @@ from megavlm.data.packing import Tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
 from megavlm.environments.curriculum import Curriculum
-from megavlm.environments.registry import BUILT_IN_ENVIRONMENTS
+from megavlm.environments.registry import find_environment
 from megavlm.families import family, family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import Connection
@@ -110,8 +110,7 @@ class Driver:
             self.curriculum.load_state_dict(state["curriculum"])
         if state is not None and self.producer is None:
             backlog = state["backlog"]
-            environment = BUILT_IN_ENVIRONMENTS.get(self.config.environment.name)
-            if environment is None or not environment.starts_from_row:
+            if not find_environment(config.environment.name).starts_from_row:
                 # A producer saved these groups. The environment made their prompts from the step at
                 # which they started, so their responses cannot continue here.
                 backlog = [{**item, "responses": []} for item in backlog]

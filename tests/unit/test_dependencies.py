@@ -22,13 +22,14 @@ LEVELS = [
         "writing",
     },
     {"config", "observability"},
+    {"task"},  # imports a task's modules when they are used
     {"algorithms", "limited", "parallel"},
     {"rewards"},
     {"environments", "data"},
     {"models"},
     {"checkpointing", "inference"},
-    {"tasks"},
     {"weight_sync", "evaluation"},
+    {"tasks"},
     {"rollout"},
     {"training", "checkpoint_tools"},  # neither imports the other; run imports both
     {"run"},
@@ -42,6 +43,7 @@ FORBIDDEN = {
     "limited": {"torch", "megatron", "sglang", "transformers"},
     "rewards": {"torch", "megatron", "sglang", "transformers"},
     "environments": {"torch", "megatron", "sglang", "transformers"},
+    "task": {"torch", "megatron", "sglang", "transformers"},
     "tasks": {"torch", "megatron", "sglang", "transformers"},
     "algorithms": {"torch.distributed", "megatron", "sglang"},
     "config": {"torch", "megatron", "sglang", "transformers"},

@@ -18,13 +18,14 @@ from urllib.parse import urlsplit
 
 from megavlm.algorithms.registry import check as check_algorithm
 from megavlm.config.algorithm import SFT, PolicyOptimization
+from megavlm.config.import_path import IMPORT_PATH
 from megavlm.config.optimizer import Optimizer
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
 from megavlm.config.transports import TRANSPORT_TRAITS, transports_with
 from megavlm.data.rows import Row, Rows, check_images
 from megavlm.environments.processes import make_environments
-from megavlm.environments.registry import BUILT_IN_ENVIRONMENTS, check_environment_name
+from megavlm.environments.registry import built_in_environments, find_environment
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import require_free
 from megavlm.inference.server_args import option_names
@@ -55,7 +56,7 @@ def check(
     are on another machine.
     """
     check_ranks(config, world_size)
-    check_environment_name(config.environment.name)
+    find_environment(config.environment.name)
     check_partial_rollouts(config)
     if isinstance(config.algorithm, PolicyOptimization):
         check_algorithm(config.algorithm)
@@ -94,8 +95,8 @@ def check_partial_rollouts(config: Config) -> None:
     rollout, name = config.rollout, config.environment.name
     if rollout.oversample == 1 or isinstance(config.algorithm, SFT):
         return
-    whole = [name for name, built_in in BUILT_IN_ENVIRONMENTS.items() if built_in.starts_from_row]
-    if name not in whole:
+    if not find_environment(name).starts_from_row:
+        whole = [name for name, found in built_in_environments().items() if found.starts_from_row]
         raise ValueError(
             f"rollout.oversample={rollout.oversample} goes on with responses in later steps, when "
             f"environment.name={name} may start differently: set environment.name to one of "
@@ -177,10 +178,8 @@ def _check_use(row: Row, config: Config, use: Literal["sft", "rewards"] | None) 
             f"{row.source}: algorithm.name=sft needs an answer to learn, and this row has none: "
             "name its column in data.answer_key, or end the chat with the assistant's message"
         )
-    reward, environment = config.reward, config.environment.name
-    if use != "rewards" or not (
-        reward.name or reward.parts or environment in BUILT_IN_ENVIRONMENTS
-    ):
+    reward, is_class = config.reward, IMPORT_PATH.fullmatch(config.environment.name)
+    if use != "rewards" or (is_class and not (reward.name or reward.parts)):
         return  # a user's environment may need no reward
     columns = Example(row.problem, row.answer, row.category, extra=row.extra).columns()
     for part in reward_parts(config):

@@ -23,7 +23,7 @@ METRICS = ("cider", "rouge", "keywords")
 DEFAULT_WEIGHTS = {"rouge": 0.5, "keywords": 0.5}
 
 
-def prepare(
+def check_options(
     weights: Any = None,
     corpus: str | None = None,
     reference_key: str = "references",

@@ -50,7 +50,7 @@ _QUANTITY = re.compile(r"\\(?:text|math)(?:rm|bf|it)?\{(\s*[+-]?[.\d][^{}]*)\}")
 _FORMS = (LatexExtractionConfig(), ExprExtractionConfig())
 
 
-def prepare(
+def check_options(
     right: Any = 0.9, wrong: Any = 0.0, format_reward: Any = 0.1, bare: Any = False
 ) -> None:
     """Check the options. Raises ValueError for one of the wrong type."""

@@ -42,7 +42,7 @@ _MARKS = re.compile(r"\\(?:boxed|text(?:bf)?)\s?\{|\\[()\[\]]|\*\*|\$")
 _AROUND = " \t\r\n*_`\"'.,;|{}"  # characters stripped around a value
 
 
-def prepare(weights: Any = None, tolerance: Any = 25.0) -> None:
+def check_options(weights: Any = None, tolerance: Any = 25.0) -> None:
     """Check the options. Raises ValueError for an unknown component, or a tolerance that is not a
     distance.
     """

@@ -85,7 +85,7 @@ _NOT_THIS = re.compile(
 )
 
 
-def prepare(
+def check_options(
     tolerance: Any = 0.0,
     relative: Any = 0.0,
     right: Any = 1.0,

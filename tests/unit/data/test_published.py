@@ -1,7 +1,6 @@
 """`megavlm data` against a stand-in of the hub's HTTP, in a process that reads HF_ENDPOINT."""
 
 import hashlib
-import inspect
 import json
 import os
 import subprocess
@@ -22,15 +21,16 @@ import pytest
 import megavlm.cli
 from megavlm.config.load import load
 from megavlm.data import published as published_module
-from megavlm.data.published import PUBLISHED
 from megavlm.data.rows import Rows
 from megavlm.rewards.base import Example
 from megavlm.rewards.registry import check_reward_row, load_reward
 from megavlm.rollout.rewards import reward_parts
+from megavlm.task import built_in_tasks
 from tests.conftest import png, row, write_rows
 from tests.timeouts import scaled
 
 SHA = "a" * 40
+PUBLISHED = {p.name: p for task in built_in_tasks().values() if (p := task.published)}
 REPOSITORY = PUBLISHED["geo3k"].repository
 RECIPES = Path(__file__).parents[3] / "recipes"
 NAMES = ", ".join(PUBLISHED)
@@ -271,7 +271,12 @@ def test_another_layout_is_one_sentence(hub: Hub, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "code", "message"),
     [
-        ("geo4k", 2, f"megavlm: megavlm data geo4k: there are {NAMES}; name one of them\n"),
+        (
+            "geo4k",
+            2,
+            f"megavlm: megavlm data geo4k: there are {NAMES}; name one of them, or the package of "
+            "a task that has one\n",
+        ),
         ("geo3k", 69, f"megavlm: {REPOSITORY} cannot be downloaded to data/geometry3k ("),
     ],
 )
@@ -293,4 +298,4 @@ def test_an_error_without_a_message_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_help_names_the_data_sets() -> None:
-    assert f"NAME: {NAMES}." in inspect.getdoc(megavlm.cli.data)
+    assert megavlm.cli.PUBLISHED == NAMES

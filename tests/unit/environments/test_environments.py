@@ -10,7 +10,7 @@ import pytest
 
 from megavlm.environments import registry
 from megavlm.environments.base import Context, Environment, Observation, Step
-from megavlm.environments.registry import BUILT_IN_ENVIRONMENTS
+from megavlm.environments.registry import built_in_environments
 from megavlm.environments.single_turn import SingleTurn
 from megavlm.rewards import registry as rewards
 from megavlm.rewards.base import Example, Score
@@ -33,7 +33,7 @@ def step(environment: Environment, text: str) -> Step:
     return asyncio.run(environment.step(text))
 
 
-@pytest.mark.parametrize("name", [name for name in BUILT_IN_ENVIRONMENTS if "_" not in name])
+@pytest.mark.parametrize("name", [name for name in built_in_environments() if "_" not in name])
 def test_single_turns_show_the_row_and_score_the_response(name: str) -> None:
     environment, observation = start(name)
     assert observation == Observation(ROW.messages, ROW.images)
@@ -43,13 +43,13 @@ def test_single_turns_show_the_row_and_score_the_response(name: str) -> None:
 
 
 def test_those_that_start_from_the_row_are_single_turns() -> None:
-    for name, built_in in BUILT_IN_ENVIRONMENTS.items():
+    for name, built_in in built_in_environments().items():
         assert built_in.starts_from_row == (registry.load_environment(name, {}) is SingleTurn)
 
 
 def test_every_built_in_environment_loads_and_its_reward_exists() -> None:
-    for name, built_in in BUILT_IN_ENVIRONMENTS.items():
-        registry.check_environment_name(name)
+    for name, built_in in built_in_environments().items():
+        registry.find_environment(name)
         registry.load_environment(name, {})
         rewards.load_reward(built_in.reward, {})
 
@@ -118,17 +118,18 @@ def test_what_cannot_be_had_is_one_sentence(
     name: str, options: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ValueError, match=problem):
-        registry.check_environment_name(name)
+        registry.find_environment(name)
         registry.load_environment(name, options)
 
 
 def test_no_reward_and_no_environment_brings_torch() -> None:
     code = (
         "import sys\n"
-        "from megavlm.environments import registry as environments\n"
-        "from megavlm.rewards import manager, registry as rewards\n"
-        "for name in environments.BUILT_IN_ENVIRONMENTS: environments.load_environment(name, {})\n"
-        "for name in rewards.BUILT_IN_REWARDS: rewards.load_reward(name, {})\n"
+        "from megavlm.environments.registry import built_in_environments, load_environment\n"
+        "from megavlm.rewards.registry import BUILT_IN_REWARDS, BUILT_IN_TASKS, load_reward\n"
+        "import megavlm.rewards.manager\n"
+        "for name in built_in_environments(): load_environment(name, {})\n"
+        "for name in (*BUILT_IN_REWARDS, *BUILT_IN_TASKS): load_reward(name, {})\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,6 +1,7 @@
 """Tables, files and the page of an evaluation."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,8 +11,7 @@ import pytest
 from megavlm.data.rows import Row
 from megavlm.evaluation.attempts import Attempt, Candidate, Question, SkippedRows, Turn
 from megavlm.evaluation.files import write_attempts
-from megavlm.evaluation.map import spots, world_map
-from megavlm.evaluation.page import write_page
+from megavlm.evaluation.page import TaskSection, write_page
 from megavlm.evaluation.tables import compare_models, tabulate
 from tests.conftest import png
 from tests.unit.data.test_report import EVIL, Tags
@@ -89,12 +89,14 @@ def test_every_attempt_is_in_the_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x.parquet"]
 
 
-def page_of(tmp_path: Path, candidates: list[Candidate]) -> tuple[str, Tags]:
+def page_of(
+    tmp_path: Path, candidates: list[Candidate], sections: Sequence[TaskSection] = ()
+) -> tuple[str, Tags]:
     tables = [tabulate(c.questions) for c in candidates]
     comparison = None
     if len(candidates) == 2:
         comparison = compare_models(candidates[0].questions, candidates[1].questions)
-    write_page(tmp_path / "page.html", candidates, tables, comparison)
+    write_page(tmp_path / "page.html", candidates, tables, comparison, sections)
     html, tags = (tmp_path / "page.html").read_text(), Tags()
     tags.feed(html)
     assert tags.open == []
@@ -153,27 +155,3 @@ def test_rewards_that_failed_are_told(tmp_path: Path) -> None:
     write_attempts(tmp_path / "x.parquet", [one])
     records = pq.read_table(tmp_path / "x.parquet").to_pylist()
     assert [record["failure"] for record in records] == [None, "timeout"]
-
-
-def test_map_of_places(tmp_path: Path) -> None:
-    place = {"latitude": "29.9", "longitude": "78.1"}
-    row = question(0, "x", extra=place).row
-    said = Attempt("Country: India\nCoordinates: 28.61, 77.21", 0.5, True, 9, "stop")
-    mute = Attempt("India", 0.3, True, 2, "stop")
-    unknown = question(1, "x", extra={"lat": None, "lon": None})
-    both = [
-        candidate("a", [Question(row, (said,)), unknown]),
-        candidate("b", [Question(row, (mute,))]),
-    ]
-    (spot,) = spots(both)
-    assert spot.truth == (29.9, 78.1) and spot.answers == [(28.61, 77.21), None]
-    found = world_map([spot], ["a", "b"])
-    assert found is not None and world_map([], ["a"]) is None
-    answer, truth = found.dots
-    assert (answer.style, truth.style) == ("c1", "c3") and answer.truth == (truth.x, truth.y)
-    assert (truth.x, truth.y) == (pytest.approx((78.1 + 180) * 2, abs=0.1), 120.2)
-    html, tags = page_of(tmp_path, [replace(c, name=f"<b>{c.name}") for c in both])
-    dots = [attributes["class"] for tag, attributes in tags.seen if tag == "circle"]
-    assert dots == ["dot c1", "dot c3"] and "&lt;b&gt;" in html
-    assert [entry.label for entry in found.legend] == ["true place", "a"], "b named no place"
-    assert next(a["class"] for tag, a in tags.seen if tag == "path") == "land"

@@ -1,6 +1,7 @@
 """A tiny model's processor, a reward manager, and a user's modules."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tests.timeouts import scaled
 def user_modules() -> Iterator[None]:
     """A user's modules on the path of environments' processes, which inherit it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "user"))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "user"), prepend=os.pathsep)
         yield
 
 

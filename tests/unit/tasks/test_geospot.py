@@ -302,7 +302,7 @@ def test_a_stage_weighs_parts() -> None:
 )
 def test_options_are_checked(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        geospot.prepare(**options)
+        geospot.check_options(**options)
 
 
 HOSTILE = {

@@ -8,7 +8,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from megavlm.config.reward import Reward
-from megavlm.environments.registry import default_reward
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import Part, RewardManager
 from megavlm.tasks.caption.corpus import with_corpus
@@ -34,7 +33,7 @@ def rows(folder: Path, file: str = "train.parquet") -> list[dict[str, Any]]:
 def scores(
     name: str, options: dict[str, Any], pairs: list[tuple[str, dict[str, Any]]]
 ) -> list[Score]:
-    part = Part("it", default_reward(name), options=options)
+    part = Part("it", name, options=options)
 
     async def run() -> list[Score]:
         manager = RewardManager(

@@ -3,13 +3,15 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from megavlm.evaluation.attempts import Candidate
-from megavlm.observability import page
+from megavlm.observability.page import fragment
 from megavlm.tasks.geospot.coordinates import Point, named_point
 from megavlm.tasks.geospot.reward import read
 
+FOLDER = Path(__file__).parent
 WIDTH, HEIGHT = 720, 360  # size of land.svg
 STYLES = ("c1", "c2")  # classes of the models in the style sheet
 TRUTH = "c3"
@@ -45,7 +47,7 @@ class LegendEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class WorldMap:
-    """Map for templates/map.html. land: an SVG path."""
+    """Map for map.html. land: an SVG path."""
 
     dots: Sequence[Dot]
     legend: Sequence[LegendEntry]
@@ -54,6 +56,12 @@ class WorldMap:
     parallels: Sequence[tuple[float, str]]
     width: int = WIDTH
     height: int = HEIGHT
+
+
+def evaluation_page(candidates: Sequence[Candidate], names: Sequence[str]) -> str:
+    """Return the map as HTML, or "" if no row has a place."""
+    found = world_map(spots(candidates), names)
+    return "" if found is None else fragment(FOLDER / "map.html", map=found)
 
 
 def spots(candidates: Sequence[Candidate]) -> list[Spot]:
@@ -104,7 +112,7 @@ def _place(text: str) -> Point | None:
 
 
 def _land() -> str:
-    outline = re.search(r' d="([^"]*)"', (page.TEMPLATES / "land.svg").read_text())
+    outline = re.search(r' d="([^"]*)"', (FOLDER / "land.svg").read_text())
     assert outline is not None
     return outline[1]
 
