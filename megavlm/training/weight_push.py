@@ -5,7 +5,7 @@ GPUs that are shared with the servers.
 from collections.abc import Callable
 from typing import TypeVar
 
-from megavlm.inference.errors import WeightSyncError
+from megavlm.inference.errors import ServersFailed
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import State
 from megavlm.parallel.collectives import broadcast_object
@@ -39,20 +39,19 @@ class WeightPusher:
         """Push the weights of the current step. A server that started since the last push gets all
         tensors, including frozen ones.
 
-        If every server fails or dies during the push, push again to the servers that recover. The
-        server pool gives up servers that keep failing, and raises RolloutServerError when too few
-        are left. Raises WeightSyncError if no server is at fault.
+        If servers fail or die during the push, push again to the others or, if there are none, to
+        the servers that recover. The server pool gives up servers that keep failing, and raises
+        RolloutServerError when too few are left. Raises WeightSyncError if no server is at fault.
         """
         assert self._sync is not None, "this run has no rollout servers"
+        failed: set[str] = set()  # servers to leave out, because they failed in this push
         while True:
-            failures = self._wait_for_servers()
+            if not failed:
+                self._wait_for_servers()
             try:
-                report = self._sync.update_weights(self._state.step)
-            except WeightSyncError:
-                pool = self._server_pool
-                retry = None if pool is None else pool.failed_since(failures)
-                if not broadcast_object(retry, self._state.mesh):
-                    raise
+                report = self._sync.update_weights(self._state.step, without=failed)
+            except ServersFailed as error:
+                failed = failed | error.urls if error.left else set()
             else:
                 self._reports.append(report)
                 return
@@ -98,10 +97,8 @@ class WeightPusher:
         reports, self._reports = self._reports, []
         return reports
 
-    def _wait_for_servers(self) -> int:
-        """Block until a server can take weights. Returns the number of failures so far, on the
-        driver.
-        """
+    def _wait_for_servers(self) -> None:
+        """Block until a server can take weights."""
         pool, mesh = self._server_pool, self._state.mesh
         if self.memory is not None:
             if pool is not None:
@@ -109,6 +106,6 @@ class WeightPusher:
             no_server = None if pool is None else not pool.answering()
             if broadcast_object(no_server, mesh):
                 self.switch_memory("generate")  # a server that starts takes all its memory
-        failures = 0 if pool is None else pool.wait_for_receivers()
+        if pool is not None:
+            pool.wait_for_receivers()
         self.switch_memory("push")
-        return failures

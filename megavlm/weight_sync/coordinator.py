@@ -2,13 +2,13 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
-from megavlm.inference.errors import WeightSyncError
+from megavlm.inference.errors import ServersFailed, TrainerFault, WeightSyncError
 from megavlm.inference.server_pool.receivers import Receiver, Receivers
 from megavlm.inference.server_pool.requirements import SESSIONS, server_version
 from megavlm.weight_sync import checksums as verify
@@ -17,7 +17,7 @@ from megavlm.weight_sync.lora import adapter_name, load_adapter, unload_adapters
 from megavlm.weight_sync.server_api import Answers, Servers
 from megavlm.weight_sync.server_parameters import ServerParameters
 from megavlm.weight_sync.sglang_layout import ServerLayout
-from megavlm.weight_sync.transports.base import Transport
+from megavlm.weight_sync.transports.base import Delivery, Transport
 from megavlm.weight_sync.update import SendReport, SyncAttempt, SyncReport, SyncSettings
 
 CONTINUE = {"torch_empty_cache": False}
@@ -29,13 +29,28 @@ FLUSH_PATHS = {"abort": "/flush_cache?timeout=20", "retract": "/flush_cache"}
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class OpenAttempt:
+    """An attempt whose servers are paused, on rank 0.
+
+    loading: URLs of the servers that load weights. sessions: URLs of the servers with an open
+    session, between begin_weight_update and end_weight_update. delivery: Rank 0's sending.
+    shared: The attempt as every rank knows it.
+    """
+
+    servers: Servers
+    loading: Sequence[str]
+    sessions: Sequence[str]
+    delivery: Delivery
+    shared: SyncAttempt
+
+
 class SyncCoordinator:
     """Opens and closes attempts to update the servers.
 
-    A server that fails at any point is reported to `receivers`, and the update continues on the
-    others. WeightSyncError is raised when none is left. With settings.pause=in_place, running
-    requests continue and the prefixes of older weights stay in the servers' caches; a cache_key in
-    each request keeps the prefixes of different versions apart.
+    A server that fails at any point is reported to `receivers`. With settings.pause=in_place,
+    running requests continue and the prefixes of older weights stay in the servers' caches; a
+    cache_key in each request keeps the prefixes of different versions apart.
 
     senders: Trainer ranks that send tensors. http: HTTP client for all requests. adapter_config:
     PEFT's adapter_config, if LoRA adapters are sent unmerged. Only servers that need every tensor
@@ -57,130 +72,123 @@ class SyncCoordinator:
         self._senders = senders
         self._parameters = ServerParameters()
         self._infos: Answers = {}  # each server's /server_info, read once per server process
-        self._adapter: str | None = None  # name of the adapter that servers have loaded
+        self._adapter: tuple[Servers, str] | None = None  # servers that have loaded it, and name
         self._has_warned = False
 
-    def open(self, failed: set[str], *, full: bool) -> SyncAttempt:
-        """Pause the servers and prepare them to take tensors. Servers that have `failed` in this
-        update are left out.
+    def open(self, without: Container[str], *, full: bool) -> OpenAttempt:
+        """Pause the servers and prepare them to take tensors.
 
-        full: If true, every server gets every tensor. Raises WeightSyncError if no server is left.
+        without: URLs of servers to leave out. full: If true, every server gets every tensor. Raises
+        ServersFailed if no server is left.
         """
-        receivers = self._receivers.receivers(without=failed)
+        receivers = self._receivers.receivers(without)
         if not receivers:
-            raise WeightSyncError("there is no rollout server to update")
-        self._sessions: list[str] = []  # servers that need begin_ and end_weight_update
-        servers = self.servers = Servers(receivers, timeout=self._settings.timeout, http=self._http)
+            raise ServersFailed("there is no rollout server to update")
+        servers = Servers(receivers, timeout=self._settings.timeout, http=self._http)
+        sessions: list[str] = []
         path = "/server_info"
         try:
             unread = [x.url for x in receivers if x.needs_all or x.url not in self._infos]
             self._infos |= servers.request_each(path, dict.fromkeys(unread))
-            infos = {receiver.url: self._infos[receiver.url] for receiver in servers.live}
+            infos = {x.url: self._infos[x.url] for x in servers.live}
             expert_parallel = servers.read(path, infos, lambda info: int(info.get("ep_size", 1)))
             has_sessions = servers.read(path, infos, lambda info: server_version(info) >= SESSIONS)
-            self._loading = [
-                receiver.url
-                for receiver in servers.live
-                if full or receiver.needs_all or self._adapter_config is None
+            loading = [
+                x.url for x in servers.live if full or x.needs_all or self._adapter_config is None
             ]
-            self._sessions = [
-                url
-                for url in self._loading
-                if self._transport.traits.in_session and has_sessions[url]
-            ]
-            self._post("/pause_generation", {"mode": self._settings.pause})
+            if self._transport.traits.in_session:
+                sessions += [url for url in loading if has_sessions[url]]
+            pause = {"mode": self._settings.pause}
+            servers.request_each("/pause_generation", dict.fromkeys(loading, pause))
             # A trainer that died during an update, or a lost connection, may have left a session
             # open.
-            unsure = [receiver.url for receiver in servers.live if receiver.needs_all]
-            servers.try_each("/end_weight_update", {}, [x for x in unsure if x in self._sessions])
-            servers.request_each("/begin_weight_update", {url: {} for url in self._sessions})
-            live = servers.live
-            layouts = {x.url: self._layout(x, expert_parallel[x.url]) for x in live}
+            unsure = [x.url for x in servers.live if x.needs_all]
+            servers.try_each("/end_weight_update", {}, [x for x in unsure if x in sessions])
+            servers.request_each("/begin_weight_update", {url: {} for url in sessions})
+            layouts = {x.url: self._layout(x, expert_parallel[x.url]) for x in servers.live}
             sliced: dict[str, frozenset[str]] = {}
             if self._transport.traits.slices:
-                sliced = self._parameters.read(servers, infos, layouts, self._loading)
+                sliced = self._parameters.read(servers, infos, layouts, loading)
             live = servers.live
             attempt = SyncAttempt(
                 tuple(live),
                 layouts,
-                tuple(receiver.url for receiver in live if full or receiver.needs_all),
+                tuple(x.url for x in live if full or x.needs_all),
                 self._comparable(live),
                 sliced,
                 self._senders,
             )
-            attempt = replace(attempt, rendezvous=self._transport.open(servers, attempt))
+            delivery = self._transport.open(servers, attempt)
         except WeightSyncError:
-            self._resume(failed, everyone=True)
+            self._resume(servers, sessions, everyone=True)
             raise
-        return attempt
+        shared = replace(attempt, rendezvous=delivery.rendezvous)
+        return OpenAttempt(servers, loading, sessions, delivery, shared)
 
     def close(
         self,
-        attempt: SyncAttempt,
-        reports: Sequence[SendReport],
-        version: str,
-        failed: set[str],
-        adapters: NamedTensors,
-        started: float,
-    ) -> SyncReport | None:
-        """Have the servers load the tensors that were sent, compare their checksums, and set the
-        new version.
-
-        reports: Reports of every sending rank. adapters: All LoRA pairs, if they are sent unmerged.
-        started: `time.monotonic()` at the start of the update. Returns None if some servers failed,
-        so that everything must be sent again to the others; the failed servers are added to
-        `failed`.
-        """
-        report = None
-        try:
-            if self._is_complete(reports):
-                report = self._finish(attempt, reports, version, adapters, started)
-        except WeightSyncError:
-            self._resume(failed, everyone=True)
-            raise
-        self._resume(failed, everyone=report is None)
-        if report is not None:
-            for receiver in self.servers.live:
-                self._receivers.refitted(receiver.url, version)
-        return report
-
-    def unload(self) -> None:
-        """Unload this run's adapter from the servers, because they may outlive the run."""
-        if self._adapter is not None:
-            self.servers.try_each("/unload_lora_adapter", {"lora_name": self._adapter})
-            self._adapter = None
-
-    def _finish(
-        self,
-        attempt: SyncAttempt,
+        attempt: OpenAttempt,
         reports: Sequence[SendReport],
         version: str,
         adapters: NamedTensors,
         started: float,
     ) -> SyncReport:
-        servers, pause = self.servers, self._settings.pause
-        self._transport.complete(attempt)
-        servers.request_each("/end_weight_update", {url: {} for url in self._sessions})
+        """Have the servers load the tensors that were sent, compare their checksums, and set the
+        new version.
+
+        reports: Reports of every sending rank. adapters: All LoRA pairs, if they are sent unmerged.
+        started: `time.monotonic()` at the start of the update. Raises ServersFailed if servers
+        failed while tensors were sent, or if no server is left.
+        """
+        try:
+            _check_sent(attempt.servers, reports)
+            report = self._finish(attempt, reports, version, adapters, started)
+        except WeightSyncError:
+            self._resume(attempt.servers, attempt.sessions, everyone=True)
+            raise
+        self._resume(attempt.servers, attempt.sessions, everyone=False)
+        for receiver in attempt.servers.live:
+            self._receivers.refitted(receiver.url, version)
+        return report
+
+    def unload(self) -> None:
+        """Unload this run's adapter from the servers, because they may outlive the run."""
+        if self._adapter is not None:
+            servers, name = self._adapter
+            servers.try_each("/unload_lora_adapter", {"lora_name": name})
+            self._adapter = None
+
+    def _finish(
+        self,
+        attempt: OpenAttempt,
+        reports: Sequence[SendReport],
+        version: str,
+        adapters: NamedTensors,
+        started: float,
+    ) -> SyncReport:
+        servers, shared, pause = attempt.servers, attempt.shared, self._settings.pause
+        attempt.delivery.complete()
+        servers.request_each("/end_weight_update", {url: {} for url in attempt.sessions})
         # On a CPU a cache flush runs Python's garbage collector over everything that a server has
         # loaded, and takes half a second, unless these objects are frozen. SGLang freezes at its
         # start, before the weights are loaded, which is too early.
-        refitted = [url for url in attempt.refitted if url not in servers.lost]
+        refitted = [url for url in shared.refitted if url not in servers.lost]
         servers.try_each("/freeze_gc", {}, refitted)
         if pause in FLUSH_PATHS:
-            self._post(FLUSH_PATHS[pause], {})
-        checked = verify.check_checksums(servers, self._expected(attempt, reports))
+            servers.request_each(FLUSH_PATHS[pause], {url: {} for url in attempt.loading})
+        checked = verify.check_checksums(servers, _expected(shared, reports))
         num_bytes = sum(report.bytes for report in reports)
         if self._adapter_config is not None:
             name = adapter_name(version)
             num_bytes += load_adapter(servers, name, self._adapter_config, adapters)
             checked += len(adapters) * len(servers.live)
         body = {"new_version": version, "abort_all_requests": False}
-        servers.request_each("/update_weight_version", dict.fromkeys(attempt.urls, body))
+        servers.request_each("/update_weight_version", dict.fromkeys(shared.urls, body))
         verify.check_version(servers, version)
-        self._post("/continue_generation", CONTINUE)
+        servers.request_each("/continue_generation", dict.fromkeys(attempt.loading, CONTINUE))
         if self._adapter_config is not None:
-            self._adapter = adapter_name(version)
-            unload_adapters(servers, but=self._adapter)
+            self._adapter = servers, adapter_name(version)
+            unload_adapters(servers, but=adapter_name(version))
         return SyncReport(
             seconds=time.monotonic() - started,
             bytes=num_bytes,
@@ -188,10 +196,6 @@ class SyncCoordinator:
             checked=checked,
             servers=len(servers.live),
         )
-
-    def _post(self, path: str, body: Mapping[str, Any]) -> None:
-        """POST to the servers that load weights."""
-        self.servers.request_each(path, dict.fromkeys(self._loading, body))
 
     def _comparable(self, receivers: Sequence[Receiver]) -> tuple[str, ...]:
         urls = tuple(
@@ -206,36 +210,15 @@ class SyncCoordinator:
             )
         return urls
 
-    def _is_complete(self, reports: Sequence[SendReport]) -> bool:
-        """Mark the servers as lost that any rank has lost. Returns True if the others got
-        everything.
-
-        Raises WeightSyncError if a rank failed through no server's fault.
-        """
-        for report in reports:
-            for url, reason in report.lost.items():
-                self.servers.lose(url, reason)
-        errors = [report.error for report in reports if report.error]
-        if own := [report.error for report in reports if report.error and report.is_own_fault]:
-            raise WeightSyncError(own[0])
-        if errors and not self.servers.lost:  # it is not known which server caused the error
-            for receiver in self.servers.live:
-                self.servers.lose(receiver.url, errors[0])
-        return not errors
-
-    def _resume(self, failed: set[str], *, everyone: bool) -> None:
-        """Report lost servers to `receivers`, add them to `failed`, and let them generate again.
+    def _resume(self, servers: Servers, sessions: Sequence[str], *, everyone: bool) -> None:
+        """Report lost servers to `receivers`, and let them generate again.
 
         everyone: If true, let the other servers generate again, too. Their weights may be a mix of
         two versions until the next update.
         """
-        servers = self.servers
-        urls = list(servers.lost)
-        if everyone:
-            urls += [receiver.url for receiver in servers.live]
-        servers.try_each("/end_weight_update", {}, [url for url in urls if url in self._sessions])
+        urls = [*servers.lost, *(x.url for x in servers.live if everyone)]
+        servers.try_each("/end_weight_update", {}, [url for url in urls if url in sessions])
         servers.try_each("/continue_generation", CONTINUE, urls)
-        failed.update(servers.lost)
         for url, reason in servers.lost.items():
             if url in servers.mismatched:
                 self._receivers.mismatched(url, reason)
@@ -252,13 +235,34 @@ class SyncCoordinator:
             on_cpu=receiver.device == "cpu",
         )
 
-    def _expected(
-        self, attempt: SyncAttempt, reports: Sequence[SendReport]
-    ) -> dict[str, list[dict[str, str]]]:
-        """Return the checksums of each rank of the servers that can be compared."""
-        expected = {}
-        for url in attempt.compared:
-            parts = [report.changed for report in reports]
-            parts += [report.rest for report in reports] if url in attempt.refitted else []
-            expected[url] = verify.joined(parts, attempt.layouts[url])
-        return expected
+
+def _check_sent(servers: Servers, reports: Sequence[SendReport]) -> None:
+    """Mark the servers as lost that any rank has lost.
+
+    Raises TrainerFault if a rank failed through no server's fault, and ServersFailed if the other
+    servers did not get everything.
+    """
+    for report in reports:
+        for url, reason in report.lost.items():
+            servers.lose(url, reason)
+    failed = [report for report in reports if report.error is not None]
+    for report in failed:
+        if report.is_own_fault:
+            raise TrainerFault(report.error)
+    if failed:
+        if not servers.lost:  # it is not known which server caused the error
+            for receiver in servers.live:
+                servers.lose(receiver.url, str(failed[0].error))
+        raise servers.failure()
+
+
+def _expected(
+    attempt: SyncAttempt, reports: Sequence[SendReport]
+) -> dict[str, list[dict[str, str]]]:
+    """Return the checksums of each rank of the servers that can be compared."""
+    expected = {}
+    for url in attempt.compared:
+        parts = [report.changed for report in reports]
+        parts += [report.rest for report in reports] if url in attempt.refitted else []
+        expected[url] = verify.joined(parts, attempt.layouts[url])
+    return expected

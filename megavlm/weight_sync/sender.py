@@ -1,24 +1,28 @@
 """Double-buffered sending of one rank's buckets in an attempt."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-
-import torch.distributed as dist
 
 from megavlm.inference.errors import TrainerFault, WeightSyncError
 from megavlm.parallel import platform
 from megavlm.weight_sync import checksums as verify
 from megavlm.weight_sync.server_api import Servers
 from megavlm.weight_sync.sglang_layout import begins_tensor
-from megavlm.weight_sync.transports.base import Transport
+from megavlm.weight_sync.transports.base import Delivery
 from megavlm.weight_sync.update import SendReport, SyncAttempt, TensorBucket
 
 
 class Sender:
-    """Sends one rank's buckets in an attempt, on a separate thread."""
+    """Sends one rank's buckets in an attempt, on a separate thread.
 
-    def __init__(self, transport: Transport, servers: Servers, attempt: SyncAttempt) -> None:
-        self._transport, self._servers, self._attempt = transport, servers, attempt
+    open: Opens the rank's transport, or returns the delivery if that is open already.
+    """
+
+    def __init__(
+        self, open: Callable[[], Delivery], servers: Servers, attempt: SyncAttempt
+    ) -> None:
+        self._open, self._servers, self._attempt = open, servers, attempt
+        self._delivery: Delivery | None = None
         self._bytes = self._tensors = 0
         self._changed, self._rest = verify.Checksums(), verify.Checksums()
         self._error: str | None = None
@@ -32,7 +36,7 @@ class Sender:
         collective and other ranks would hang.
         """
         with ThreadPoolExecutor(1, "sender", platform.join, (platform.device(),)) as pool:
-            last: Future[None] = pool.submit(self._open)
+            last: Future[None] = pool.submit(self._begin)
             for bucket in buckets:
                 last.result()
                 last = pool.submit(self._deliver, bucket)
@@ -48,18 +52,17 @@ class Sender:
             self._is_own_fault,
         )
 
-    def _open(self) -> None:
-        if dist.get_rank() != 0:  # on rank 0 the coordinator has opened the transport
-            try:
-                self._transport.open(self._servers, self._attempt)
-            except WeightSyncError as error:
-                self._fail(error)
+    def _begin(self) -> None:
+        try:
+            self._delivery = self._open()
+        except WeightSyncError as error:
+            self._fail(error)
 
     def _deliver(self, bucket: TensorBucket) -> None:
-        if self._error is not None:
+        if self._delivery is None:
             return
         try:
-            self._bytes += self._transport.send(bucket)
+            self._bytes += self._delivery.send(bucket)
         except WeightSyncError as error:
             self._fail(error)
             return
@@ -73,11 +76,12 @@ class Sender:
         (self._changed if bucket.changed else self._rest).add(bucket.tensors, devices)
 
     def _finish(self) -> None:
-        if self._error is None:
+        if self._delivery is not None:
             try:
-                self._transport.finish()
+                self._delivery.finish()
             except WeightSyncError as error:
                 self._fail(error)
 
     def _fail(self, error: WeightSyncError) -> None:
+        self._delivery = None  # nothing more is sent
         self._error, self._is_own_fault = str(error), isinstance(error, TrainerFault)

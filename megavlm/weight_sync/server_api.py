@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from megavlm.inference.errors import WeightSyncError
+from megavlm.inference.errors import ServersFailed, WeightSyncError
 from megavlm.inference.protocol import json_object
 from megavlm.inference.server_pool.receivers import Receiver
 
@@ -28,8 +28,8 @@ class Servers:
 
     A server that refuses a request or cannot be reached is marked as lost: `lost` has the reason,
     and no later request goes to it. `mismatched` has the URLs of servers whose tensors differ from
-    the tensors sent. WeightSyncError, with the reasons, is raised when no server is left. Nothing
-    is retried, because retrying one step of an update would not undo the others.
+    the tensors sent. ServersFailed, with the reasons, is raised when no server is left. Nothing is
+    retried, because retrying one step of an update would not undo the others.
 
     http: A `control_client()`; the caller closes it. timeout: Seconds for a request.
     """
@@ -48,10 +48,14 @@ class Servers:
         return [receiver for url, receiver in self._receivers.items() if url not in self.lost]
 
     def lose(self, url: str, reason: str) -> None:
-        """Mark a server as lost. Raises WeightSyncError if none is left."""
+        """Mark a server as lost. Raises ServersFailed if none is left."""
         self.lost.setdefault(url, reason)
         if not self.live:
-            raise WeightSyncError("; ".join(self.lost.values()))
+            raise self.failure()
+
+    def failure(self) -> ServersFailed:
+        """Return the error that names the lost servers and their reasons."""
+        return ServersFailed("; ".join(self.lost.values()), self.lost, len(self.live))
 
     def request_each(
         self, path: str, bodies: Mapping[str, Mapping[str, Any] | None] | None = None

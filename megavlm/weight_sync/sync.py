@@ -2,8 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
@@ -15,7 +16,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.mesh import Mesh
-from megavlm.weight_sync.coordinator import SyncCoordinator
+from megavlm.weight_sync.coordinator import OpenAttempt, SyncCoordinator
 from megavlm.weight_sync.gather import gather, local_shards
 from megavlm.weight_sync.lora import AdapterWeights
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
@@ -33,7 +34,6 @@ from megavlm.weight_sync.update import (
     TensorBucket,
 )
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -116,40 +116,44 @@ class WeightSync:
             group=mesh.objects,
         )
 
-    def update_weights(self, version: int, *, full: bool = False) -> SyncReport:
-        """Send the tensors that training can change to every server, as weights `version`.
-        Collective.
+    def update_weights(
+        self, version: int, *, full: bool = False, without: Container[str] = ()
+    ) -> SyncReport:
+        """Attempt once to send the tensors that training can change to the servers, as weights
+        `version`. Collective.
 
         Servers that need every tensor get all tensors; with `full` every server does. A server that
-        fails is reported to `receivers`, and the update continues on the others. Raises
-        WeightSyncError on every rank if no server is left. The version has not advanced then, and
-        the next successful update repairs servers with mixed weights. Raises RolloutServerError if
-        `receivers` does.
+        fails is reported to `receivers`.
+
+        without: URLs of servers to leave out; used on rank 0. Raises on every rank: ServersFailed
+        if servers failed while tensors were sent, or if no server is left; TrainerFault if no
+        server is at fault; RolloutServerError if `receivers` does. The version has not advanced
+        then, and the next successful update repairs servers with mixed weights.
         """
         started = time.monotonic()
-        failed: set[str] = set()  # servers that failed in this update
-        while True:  # repeats with the servers that are left
-            attempt = self._decide(version, SyncCoordinator.open, failed, full=full)
-            buckets, sent = self._buckets(attempt), None
-            if dist.get_rank() in self._senders:
-                sent = self._sender(attempt).send(buckets)
-            else:
-                deque(buckets, maxlen=0)  # sends nothing, but takes part in gathering
-            reports = self._gather_reports(sent)
-            pairs = [] if self._adapters is None else self._adapters.gather(self._settings.dtype)
-            report = self._decide(
-                version,
-                SyncCoordinator.close,
-                attempt,
-                reports,
-                str(version),
-                failed,
-                pairs,
-                started,
-            )
-            if report is not None:
-                self.version = version
-                return report
+        opened: OpenAttempt | None = None
+
+        def open_attempt(coordinator: SyncCoordinator) -> SyncAttempt:
+            nonlocal opened
+            opened = coordinator.open(without, full=full)
+            return opened.shared
+
+        attempt = self._decide(version, open_attempt)
+        buckets, sent = self._buckets(attempt), None
+        if dist.get_rank() in self._senders:
+            sent = self._sender(attempt, opened).send(buckets)
+        else:
+            deque(buckets, maxlen=0)  # sends nothing, but takes part in gathering
+        reports = self._gather_reports(sent)
+        pairs = [] if self._adapters is None else self._adapters.gather(self._settings.dtype)
+
+        def close_attempt(coordinator: SyncCoordinator) -> SyncReport:
+            assert opened is not None
+            return coordinator.close(opened, reports, str(version), pairs, started)
+
+        report = self._decide(version, close_attempt)
+        self.version = version
+        return report
 
     def close(self) -> None:
         """Release the transport, and unload this run's adapter from the servers. Collective."""
@@ -158,26 +162,21 @@ class WeightSync:
         self._transport.close()
         self._http.close()
 
-    def _decide(
-        self,
-        version: int,
-        method: Callable[Concatenate[SyncCoordinator, P], T],
-        *arguments: P.args,
-        **options: P.kwargs,
-    ) -> T:
-        """Call a method of the coordinator on rank 0, and broadcast its result or error. Every rank
+    def _decide(self, version: int, work: Callable[[SyncCoordinator], T]) -> T:
+        """Call `work` with the coordinator on rank 0, and broadcast its result or error. Every rank
         returns the result or raises the error. Collective.
         """
         decided: list[Any] = [None]
         if self._coordinator is not None:
             try:
-                decided[0] = method(self._coordinator, *arguments, **options)
-            except (WeightSyncError, RolloutServerError) as error:
+                decided[0] = work(self._coordinator)
+            except WeightSyncError as error:
+                error.args = (f"weight update to version {version} failed: {error}",)
+                decided[0] = error
+            except RolloutServerError as error:
                 decided[0] = error
         dist.broadcast_object_list(decided, src=0, group=self._group)
-        if isinstance(decided[0], WeightSyncError):
-            raise WeightSyncError(f"weight update to version {version} failed: {decided[0]}")
-        if isinstance(decided[0], RolloutServerError):
+        if isinstance(decided[0], Exception):
             raise decided[0]
         result: T = decided[0]
         return result
@@ -197,12 +196,11 @@ class WeightSync:
                 urls = attempt.urls if bucket.changed else attempt.refitted
                 yield TensorBucket(tensors, urls, bucket.changed)
 
-    def _sender(self, attempt: SyncAttempt) -> Sender:
-        if self._coordinator is not None:
-            servers = self._coordinator.servers
-        else:
-            servers = Servers(attempt.receivers, timeout=self._settings.timeout, http=self._http)
-        return Sender(self._transport, servers, attempt)
+    def _sender(self, attempt: SyncAttempt, opened: OpenAttempt | None) -> Sender:
+        if opened is not None:  # on rank 0
+            return Sender(lambda: opened.delivery, opened.servers, attempt)
+        servers = Servers(attempt.receivers, timeout=self._settings.timeout, http=self._http)
+        return Sender(partial(self._transport.open, servers, attempt), servers, attempt)
 
     def _gather_reports(self, mine: SendReport | None) -> list[SendReport]:
         """Return the reports of all sending ranks on rank 0, and [] on other ranks. Collective."""

@@ -3,7 +3,10 @@
 from collections.abc import Container, Sequence
 from dataclasses import replace
 
+from megavlm.inference.errors import ServersFailed
 from megavlm.inference.server_pool.receivers import Receiver
+from megavlm.weight_sync.sync import WeightSync
+from megavlm.weight_sync.update import SyncReport
 
 
 class FixedReceivers:
@@ -23,3 +26,15 @@ class FixedReceivers:
 
     def mismatched(self, url: str, reason: str) -> None:
         self.failed(url, reason)
+
+
+def push(sync: WeightSync, version: int) -> SyncReport:
+    """Push to the servers that do not fail. Raises ServersFailed if all do. Collective."""
+    failed: frozenset[str] = frozenset()
+    while True:
+        try:
+            return sync.update_weights(version, without=failed)
+        except ServersFailed as error:
+            if not error.left:
+                raise
+            failed |= error.urls

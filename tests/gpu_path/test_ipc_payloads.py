@@ -108,11 +108,10 @@ def send(
     attempt = SyncAttempt(receivers, layouts, URLS, URLS, sliced)
     with monkeypatch.context() as patch:
         memory = SenderMemory(patch)
-        transport = TensorTransport()
-        transport.open(servers, attempt)
+        delivery = TensorTransport().open(servers, attempt)
         items = list(tensors.items())
         for start in range(0, len(items), 4):
-            transport.send(TensorBucket(items[start : start + 4], URLS, True))
+            delivery.send(TensorBucket(items[start : start + 4], URLS, True))
     return memory, list(servers.bodies.values()), ranks
 
 

@@ -2,6 +2,7 @@
 the next push brings it everything.
 """
 
+import itertools
 import os
 import signal
 import time
@@ -20,10 +21,9 @@ from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
-from megavlm.weight_sync.transports.tensor import TensorTransport
-from megavlm.weight_sync.update import TensorBucket
 from tests.conftest import DATA
 from tests.distributed.fork import launch
+from tests.fakes.transports import WatchedTransport
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
 from tests.sglang.pushes import Trainer, changed, make_sync
@@ -34,20 +34,6 @@ pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 START = scaled(600)  # seconds
 
 
-class Killing(TensorTransport):
-    """Kills the server's processes once, before the second bucket of a push."""
-
-    def __init__(self, server: ManagedServer) -> None:
-        self.server, self.count = server, 0
-
-    def send(self, bucket: TensorBucket) -> int:
-        self.count += 1
-        if self.count == 2:
-            assert self.server._process is not None
-            os.killpg(self.server._process.pid, signal.SIGKILL)
-        return super().send(bucket)
-
-
 def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) -> dict[str, Any]:
     """What the push said, and responses after the one that healed."""
     server = ManagedServer(
@@ -55,8 +41,16 @@ def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) 
     )
     policy = RestartPolicy(max_restarts=2, start_timeout=START, needs_refit=True)
     mesh, entries, chunks = trainer.start()
+    buckets = itertools.count()
+
+    def kill_before_second() -> None:
+        if next(buckets) == 1:
+            assert server._process is not None
+            os.killpg(server._process.pid, signal.SIGKILL)
+
     with ServerPool([ServerHandle.managed(server)], policy=policy) as pool:
-        sync = make_sync(trainer, mesh, entries, chunks, pool, Killing(server))
+        way = WatchedTransport(kill_before_second)
+        sync = make_sync(trainer, mesh, entries, chunks, pool, way)
         with pytest.raises(WeightSyncError, match="weight update to version 1 failed") as raised:
             sync.update_weights(1)
         assert not pool.routable(None), "no request goes to it"

@@ -77,25 +77,12 @@ class ServerPool(ServerRecords):
                 if self._records[url].state in fit
             ]
 
-    def wait_for_receivers(self) -> int:
-        """Block until a server can take weights, possibly after a restart.
-
-        Returns the number of failures so far, for `failed_since`.
-        """
+    def wait_for_receivers(self) -> None:
+        """Block until a server can take weights, possibly after a restart."""
         with self._changed:
             while not self.answering():
                 self._check()
                 self._changed.wait(1.0)
-            return self._num_failures
-
-    def failed_since(self, num_failures: int) -> bool:
-        """Return True if a server has died or failed a push since `wait_for_receivers` returned
-        `num_failures`, so that another push may succeed. Servers that always fail are given up, so
-        retries end.
-        """
-        with self._lock:
-            self._check()
-            return self._num_failures > num_failures
 
     def refitted(self, url: str, version: str) -> None:
         with self._lock:
@@ -116,7 +103,6 @@ class ServerPool(ServerRecords):
     def _missed_push(self, url: str, event: Event) -> None:
         with self._lock:
             self._pushing.discard(url)
-            self._num_failures += 1
             self._log(f"rollout server {url} missed a push: {event.reason}")
             self.apply(url, event)
             self._check()

@@ -46,7 +46,6 @@ class ServerRecords:
         self._listeners: list[Callable[[], object]] = []
         self._pushing: set[str] = set()  # URLs of servers that are receiving weights
         self._num_users = 0  # number of clients that generate now
-        self._num_failures = 0  # deaths of servers and failed pushes
         self.work_seen = 0  # counts signs of work of servers between their answers
         self.is_starting = True  # until every server has answered once
         self._supervisor_error: BaseException | None = None
@@ -73,7 +72,6 @@ class ServerRecords:
                     "rollout.image_tokens or rollout.concurrency if this goes on"
                 )
             if after.state is not before.state:
-                self._num_failures += after.state in (State.DEAD, *LOST)
                 self._log_change(url, before, after)
                 self._wake()
             return action

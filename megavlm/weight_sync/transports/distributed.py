@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -28,20 +28,20 @@ from torch import Tensor
 
 from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.inference.errors import WeightSyncError
+from megavlm.inference.server_support.megavlm_weights import join
 from megavlm.parallel import platform
-from megavlm.weight_sync.server_api import Servers
-from megavlm.weight_sync.transports.groups import ServerGroups
-from megavlm.weight_sync.transports.rendezvous import (
+from megavlm.parallel.watchdog import SERVERS_GROUP
+from megavlm.weight_sync.server_api import CLEANUP_TIMEOUT, Servers
+from megavlm.weight_sync.transports.base import Delivery
+from megavlm.weight_sync.transports.rounds import (
     POLL,
+    Bodies,
+    BroadcastPart,
     Rendezvous,
     RoundFailure,
     StageMessages,
-    connect,
-)
-from megavlm.weight_sync.transports.rounds import (
-    Bodies,
-    BroadcastPart,
     bucket_parts,
+    connect,
     invitations,
     slice_requests,
     whole_requests,
@@ -50,9 +50,62 @@ from megavlm.weight_sync.transports.tensor import UPDATE
 from megavlm.weight_sync.update import SyncAttempt, TensorBucket
 
 JOIN = "/init_weights_update_group"
+LEAVE = "/destroy_weights_update_group"
 BROADCAST = "/update_weights_from_distributed"
 PROBE_WINDOW = 10.0  # seconds that a server may still answer after one of its processes died
 PROBE_TIMEOUT = 5.0  # seconds
+
+
+class ServerGroups:
+    """Process groups in which this rank, as rank 0 of the group, broadcasts to ranks of servers.
+
+    token: Beginning of the groups' names, the same on all stages. urls: The servers. is_broken:
+    True once a round has failed; the groups cannot be used again. invited: Group name -> servers
+    that join by SGLang's own request. The megavlm loaders join when they first receive.
+    """
+
+    def __init__(self, token: str, stage: int, servers: Servers) -> None:
+        self.token, self.urls = token, {receiver.url for receiver in servers.live}
+        self.is_broken = False
+        self.invited: dict[str, tuple[str, ...]] = {}
+        self._prefix, self._servers = f"{token}_{stage}", servers
+        self._names: dict[tuple[Sequence[str], int | None], str] = {}
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._store: dist.TCPStore | None = None  # used by this rank to join groups
+
+    def name(self, urls: tuple[str, ...], rank: int | None) -> str:
+        """Return the name of the group with rank `rank` of each server, or with all ranks if
+        None.
+        """
+        return self._names.setdefault((urls, rank), f"{self._prefix}_{len(self._names)}")
+
+    def group(
+        self, name: str, size: int, rendezvous: Rendezvous, limit: timedelta
+    ) -> dist.ProcessGroup:
+        """Return a group. This rank joins it first if it has not yet."""
+        if name not in self._groups:
+            # Joining blocks the store's connection, while the transport must keep polling its own,
+            # so joining needs a separate connection. All groups share one, because torch resolves
+            # host names for each new connection.
+            if self._store is None:
+                self._store = connect(rendezvous.host, rendezvous.port, limit)
+            self._groups[name] = join(
+                self._store, name, 0, size, platform.backend(), limit, SERVERS_GROUP
+            )
+        return self._groups[name]
+
+    def leave(self) -> None:
+        """Leave all groups. Closing the connections ends receives that servers still wait for."""
+        for group in [*self._groups.values()]:  # a copy: a thread may still be joining one
+            group.abort()
+            dist.destroy_process_group(group)
+        for name, urls in self.invited.items():
+            for url in urls:
+                with suppress(WeightSyncError):  # the server may be gone
+                    self._servers.request(url, LEAVE, {"group_name": name}, timeout=CLEANUP_TIMEOUT)
+        for known in (self._names, self._groups, self.invited):
+            known.clear()
+        self._store = None
 
 
 class DistributedTransport:
@@ -68,41 +121,66 @@ class DistributedTransport:
 
     def __init__(self, address: str, *, timeout: float = 300.0) -> None:
         self._address, self._timeout = address, timeout
-        self._limit = timedelta(seconds=timeout)
         self._store: dist.TCPStore | None = None
-        self._token = ""  # prefix of the groups' names
         self._count = 0  # number of attempts of this rank
-        self._urls: set[str] = set()  # servers of the current groups
-        self._is_broken = False
-        self._groups = ServerGroups()
+        self._groups: ServerGroups | None = None
 
-    def open(self, servers: Servers, attempt: SyncAttempt) -> Rendezvous:
+    def open(self, servers: Servers, attempt: SyncAttempt) -> Delivery:
         rendezvous, rank = attempt.rendezvous, dist.get_rank()
         self._count += 1
-        try:
-            if self._store is None:
-                host, port = (self._address, 0) if rank == 0 else (rendezvous.host, rendezvous.port)
-                self._store = connect(host, port, self._limit, master=rank == 0)
-        except RuntimeError as error:
-            raise WeightSyncError(f"the store of rank 0 cannot be reached: {error}") from error
+        if self._store is None:
+            host, port = (self._address, 0) if rank == 0 else (rendezvous.host, rendezvous.port)
+            limit = timedelta(seconds=self._timeout)
+            try:
+                self._store = connect(host, port, limit, master=rank == 0)
+            except RuntimeError as error:
+                raise WeightSyncError(f"the store of rank 0 cannot be reached: {error}") from error
         if rank == 0:
-            token = self._token
-            # A server that needs all tensors may have restarted since it joined a group.
-            unsure = any(receiver.needs_all for receiver in attempt.receivers)
-            if unsure or self._is_broken or self._urls != {*attempt.urls}:
-                token = f"megavlm_{secrets.token_hex(4)}"
+            token = self._token(attempt)
             rendezvous = Rendezvous(self._address, self._store.port, token, self._count)
-        if self._token != rendezvous.token:
-            self._leave()
-        self._servers, self._attempt = servers, attempt
-        self._stage, self._round = attempt.senders.index(rank), 0
-        self._groups.prefix = f"{rendezvous.token}_{self._stage}"
-        self._messages = StageMessages(self._store, rendezvous, self._timeout)
-        self._token = rendezvous.token
-        self._urls, self._is_broken = {*attempt.urls}, False
+        groups, stage = self._groups, attempt.senders.index(rank)
+        if groups is None or groups.token != rendezvous.token:
+            self.close()
+            groups = self._groups = ServerGroups(rendezvous.token, stage, servers)
+        messages = StageMessages(self._store, rendezvous, self._timeout)
+        return DistributedDelivery(servers, attempt, stage, groups, messages, self._timeout)
+
+    def close(self) -> None:
+        if self._groups is not None:
+            self._groups.leave()
+
+    def _token(self, attempt: SyncAttempt) -> str:
+        """Return the token of the last attempt's groups if they can be used again, or a new one."""
+        groups = self._groups
+        # A server that needs all tensors may have restarted since it joined a group.
+        unsure = any(receiver.needs_all for receiver in attempt.receivers)
+        if groups is None or groups.is_broken or unsure or groups.urls != {*attempt.urls}:
+            return f"megavlm_{secrets.token_hex(4)}"
+        return groups.token
+
+
+class DistributedDelivery(Delivery):
+    """Rounds of one stage in an attempt. Rank 0 makes the requests to the servers.
+
+    stage: This rank's pipeline stage. timeout: Seconds that joining a group and each round may
+    take.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        attempt: SyncAttempt,
+        stage: int,
+        groups: ServerGroups,
+        messages: StageMessages,
+        timeout: float,
+    ) -> None:
+        self.rendezvous = messages.rendezvous
+        self._servers, self._attempt, self._stage = servers, attempt, stage
+        self._groups, self._messages, self._timeout = groups, messages, timeout
+        self._round = 0
         self._sending = {*range(1, len(attempt.senders))}  # on rank 0: stages with more buckets
         self._pool = ThreadPoolExecutor(len(attempt.urls), "requests")
-        return rendezvous
 
     def send(self, bucket: TensorBucket) -> int:
         parts = bucket_parts(bucket, self._attempt, self._groups.name)
@@ -124,12 +202,6 @@ class DistributedTransport:
                 self._ask(self._requests([]))
         self._pool.shutdown(wait=False)
 
-    def complete(self, attempt: SyncAttempt) -> None:
-        pass
-
-    def close(self) -> None:
-        self._leave()
-
     # Sending and waiting
 
     def _requests(self, own: Sequence[BroadcastPart]) -> list[tuple[str, Bodies]]:
@@ -143,9 +215,8 @@ class DistributedTransport:
                 self._sending.discard(stage)
             else:
                 parts += map(BroadcastPart.of, message)
-        rendezvous = self._messages.rendezvous
         bodies, answers = slice_requests(
-            parts, self._attempt, rendezvous, number=self._round, timeout=self._timeout
+            parts, self._attempt, self.rendezvous, number=self._round, timeout=self._timeout
         )
         self._messages.expect(answers)
         self._round += 1
@@ -154,7 +225,7 @@ class DistributedTransport:
             if part.rank is None:
                 if part.group not in self._groups.invited:
                     self._groups.invited[part.group] = part.urls
-                    requests.append((JOIN, invitations(part, self._attempt, rendezvous)))
+                    requests.append((JOIN, invitations(part, self._attempt, self.rendezvous)))
                 requests.append((BROADCAST, whole_requests(part)))
         return requests
 
@@ -176,11 +247,9 @@ class DistributedTransport:
         return future
 
     def _broadcast(self, parts: Sequence[tuple[BroadcastPart, Tensor]]) -> None:
-        works = []
+        works, limit = [], timedelta(seconds=self._timeout)
         for part, tensor in parts:
-            group = self._groups.group(
-                part.group, part.size, self._messages.rendezvous, self._limit
-            )
+            group = self._groups.group(part.group, part.size, self.rendezvous, limit)
             content = tensor.to(platform.device()).view(torch.uint8)
             works.append(dist.broadcast(content, group=group, group_src=0, async_op=True))
         for work in works:
@@ -232,14 +301,14 @@ class DistributedTransport:
             yield
         except RoundFailure as failure:
             self._give_up(failure)
-            self._leave()
+            self._groups.leave()
             raise WeightSyncError(str(failure)) from failure
 
     def _give_up(self, failure: RoundFailure) -> None:
         """Tell the other stages about a failure. On rank 0, mark the dead servers as lost or, if
         none is dead, the servers that refused. Threads that still wait end at their own timeout.
         """
-        self._is_broken = True
+        self._groups.is_broken = True
         self._pool.shutdown(wait=False)
         self._messages.fail(str(failure))
         if self._stage:
@@ -258,10 +327,6 @@ class DistributedTransport:
             time.sleep(0.2)
         for url, reason in (dead or refused).items():
             self._servers.lose(url, reason)
-
-    def _leave(self) -> None:
-        if self._token:
-            self._groups.leave(self._servers)
 
 
 def _error(future: "Future[Any]") -> BaseException | None:

@@ -26,6 +26,7 @@ from megavlm.parallel.shared_file import shared_file
 from megavlm.weight_sync.server_api import Servers
 from megavlm.weight_sync.server_parameters import Flat, rank_slices
 from megavlm.weight_sync.sglang_layout import ServerLayout, hub_tensors
+from megavlm.weight_sync.transports.base import Delivery
 from megavlm.weight_sync.transports.payload import flatten, payload
 from megavlm.weight_sync.update import SyncAttempt, TensorBucket
 
@@ -35,7 +36,15 @@ UPDATE = "/update_weights_from_tensor"
 class TensorTransport:
     traits = TRANSPORT_TRAITS["tensor"]
 
-    def open(self, servers: Servers, attempt: SyncAttempt) -> None:
+    def open(self, servers: Servers, attempt: SyncAttempt) -> Delivery:
+        return TensorDelivery(servers, attempt)
+
+    def close(self) -> None:
+        pass
+
+
+class TensorDelivery(Delivery):
+    def __init__(self, servers: Servers, attempt: SyncAttempt) -> None:
         self._servers, self._attempt = servers, attempt
 
     def send(self, bucket: TensorBucket) -> int:
@@ -62,15 +71,6 @@ class TensorTransport:
             platform.synchronize()  # servers may read the tensors as soon as they have the request
             self._servers.request_each(UPDATE, bodies)
         return num_bytes
-
-    def finish(self) -> None:
-        pass
-
-    def complete(self, attempt: SyncAttempt) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class _Texts(ExitStack):

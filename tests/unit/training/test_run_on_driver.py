@@ -1,14 +1,14 @@
 """Weight pushes: retries, work on the driver alone, and the pushes that it may request."""
 
 from collections import Counter
+from collections.abc import Container, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from megavlm.inference.errors import WeightSyncError
-from megavlm.inference.server_pool.state import State
+from megavlm.inference.errors import ServersFailed, TrainerFault, WeightSyncError
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.weight_push import WeightPusher
 from megavlm.weight_sync.update import SyncReport
@@ -16,52 +16,41 @@ from tests.distributed.fork import launch
 
 
 class ServerPool:
-    """Servers of which some die in the pushes or fail them."""
+    """Servers that recover at once."""
 
-    def __init__(self, failures: int) -> None:
-        self.failures = failures
-        self.waited = 0
-
-    def wait_while(self, *states: State) -> None:
+    def wait_for_receivers(self) -> None:
         pass
-
-    def wait_for_receivers(self) -> int:
-        self.waited += 1
-        return 0
-
-    def failed_since(self, count: int) -> bool:
-        return self.failures > count
 
 
 class Sync:
-    """Weight sync that fails on every rank a given number of times."""
+    """Weight sync that fails on every rank with the given errors, before it succeeds."""
 
-    def __init__(self, failures: int) -> None:
-        self.failures = failures
-        self.pushes = 0
+    def __init__(self, errors: Sequence[WeightSyncError]) -> None:
+        self.errors = [*errors]
+        self.without: list[Container[str]] = []
         self.version: int | None = None
 
-    def update_weights(self, step: int) -> SyncReport:
+    def update_weights(self, step: int, *, without: Container[str]) -> SyncReport:
         dist.barrier()  # a push is collective
-        self.pushes += 1
-        if self.pushes <= self.failures:
-            raise WeightSyncError("the server has died")
+        self.without.append(without)
+        if self.errors:
+            raise self.errors.pop(0)
         self.version = step
         return SyncReport(seconds=0.1, bytes=7, tensors=2, checked=3, servers=1)
 
 
-def pusher(failures: int, failed_pushes: int) -> Any:
-    """A pusher whose pool counts `failures` and whose first `failed_pushes` fail."""
+def pusher(*errors: WeightSyncError) -> Any:
+    """A pusher whose first pushes fail with these errors."""
     is_driver = dist.get_rank() == 0
     mesh = SimpleNamespace(objects=None, is_driver=is_driver)
     state: Any = SimpleNamespace(step=3, mesh=mesh)
-    server_pool: Any = ServerPool(failures) if is_driver else None
-    sync: Any = Sync(failed_pushes)
+    server_pool: Any = ServerPool() if is_driver else None
+    sync: Any = Sync(errors)
     return WeightPusher(state, sync, server_pool, None)
 
 
 def refits_twice() -> Any:
-    weights = pusher(0, 0)
+    weights = pusher()
 
     def work() -> str:
         weights.refit()
@@ -72,36 +61,46 @@ def refits_twice() -> Any:
     return first, weights.run_on_driver(lambda: "again"), len(weights.take_reports())
 
 
-def pushes(failures: int, failed_pushes: int) -> Any:
-    weights = pusher(failures, failed_pushes)
+def pushes(*errors: WeightSyncError) -> Any:
+    weights = pusher(*errors)
     try:
         weights.push()
     except WeightSyncError as error:
         return str(error)
-    return weights._sync.pushes
+    return weights._sync.without
 
 
 def test_every_rank_takes_part_in_the_pushes_that_the_driver_requests() -> None:
     assert launch(2, refits_twice) == [("done", "again", 2), (None, None, 2)]
 
 
+A_DIES, B_DIES = ServersFailed("died", ["a"], left=1), ServersFailed("died", ["b"], left=1)
+ALL_DIE = ServersFailed("died", ["c"])
+
+
 @pytest.mark.parametrize(
-    ("failures", "failed_pushes", "outcome"),
-    [(0, 0, 1), (1, 1, 2), (0, 1, "the server has died")],
+    ("errors", "outcome"),
+    [
+        ((), [set()]),
+        ((A_DIES, B_DIES), [set(), {"a"}, {"a", "b"}]),
+        ((A_DIES, ALL_DIE), [set(), {"a"}, set()]),
+        ((TrainerFault("the disk is full"),), "the disk is full"),
+    ],
 )
 def test_a_push_in_which_the_servers_fail_is_made_again(
-    failures: int, failed_pushes: int, outcome: Any
+    errors: tuple[WeightSyncError, ...], outcome: Any
 ) -> None:
-    assert launch(2, pushes, failures, failed_pushes) == [outcome] * 2
+    """It is made to the others, and to all that recover if there are none."""
+    assert launch(2, pushes, *errors) == [outcome] * 2
 
 
 def pushed_once_a_step() -> int:
-    weights = pusher(0, 0)
+    weights = pusher()
     weights.push()
     weights.push_if_changed()
     weights._state.step += 1
     weights.push_if_changed()
-    return int(weights._sync.pushes)
+    return len(weights._sync.without)
 
 
 def test_weights_that_the_servers_have_are_not_pushed_again() -> None:
@@ -111,7 +110,7 @@ def test_weights_that_the_servers_have_are_not_pushed_again() -> None:
 def recorded() -> list[Any]:
     """Metrics of two steps, after two pushes and after none."""
     trainer, records = BaseTrainer.__new__(BaseTrainer), []
-    trainer.weights = pusher(0, 0)
+    trainer.weights = pusher()
     trainer.weights.push()
     trainer.weights.push()
     trainer.train_state = SimpleNamespace(  # type: ignore[assignment]

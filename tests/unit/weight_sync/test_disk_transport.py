@@ -24,9 +24,9 @@ class Servers:
 
 
 def update(transport: DiskTransport, servers: Any, name: str) -> None:
-    transport.open(servers, ATTEMPT)
+    delivery = transport.open(servers, ATTEMPT)
     (transport.folder / PARTIAL / CHANGED / name).touch()
-    transport.complete(ATTEMPT)
+    delivery.complete()
 
 
 def test_a_folder_is_there_until_the_next_update(

@@ -48,10 +48,9 @@ def test_a_local_server_maps_what_another_is_sent(dtype: torch.dtype) -> None:
         receivers = tuple(Receiver(url, 1, "cpu", False, is_local=url == local.url) for url in urls)
         layouts = dict.fromkeys(urls, ServerLayout(1))
         names = dict.fromkeys(urls, frozenset({NAME}))
-        transport = TensorTransport()
         attempt = SyncAttempt(receivers, layouts, (), urls, names)
-        transport.open(Servers(receivers, http=http), attempt)
-        sent = transport.send(TensorBucket([(NAME, WEIGHT.to(dtype))], urls, changed=True))
+        delivery = TensorTransport().open(Servers(receivers, http=http), attempt)
+        sent = delivery.send(TensorBucket([(NAME, WEIGHT.to(dtype))], urls, changed=True))
     for server in (local, other):
         assert torch.equal(server.model.model.norm.weight.data, WEIGHT.to(dtype).float())
     num_bytes = len(WEIGHT) * dtype.itemsize

@@ -22,11 +22,13 @@ from megavlm.training.weight_push import WeightPusher
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.transports import disk
+from megavlm.weight_sync.transports.base import Transport
 from megavlm.weight_sync.transports.disk import DiskTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncSettings
 from tests.distributed.fork import launch
 from tests.fakes.engine import FakeEngine
+from tests.fakes.transports import WatchedTransport
 from tests.timeouts import scaled
 from tests.unit.weight_sync.test_sync_faults import ENTRIES, TRAINED, UPDATE, Model
 
@@ -39,12 +41,12 @@ def pool_of(lines: list[str], *urls: str, start_timeout: float = 60.0) -> Iterat
         yield pool
 
 
-def pusher(pool: ServerPool, folder: Any = None) -> WeightPusher:
+def pusher(pool: ServerPool, transport: Transport) -> WeightPusher:
     plan = SyncPlan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
     sync = WeightSync(
         plan,
         [Model(plan)],  # type: ignore[list-item]
-        TensorTransport() if folder is None else DiskTransport(folder),
+        transport,
         SyncSettings(torch.float32, timeout=scaled(30), bucket_bytes=24),
         receivers=pool,
     )
@@ -57,7 +59,7 @@ def pushed(urls: list[str], folder: Any = None) -> dict[str, Any]:
     lines: list[str] = []
     outcomes: list[Any] = []
     with pool_of(lines, *urls) as pool:
-        weights = pusher(pool, folder)
+        weights = pusher(pool, TensorTransport() if folder is None else DiskTransport(folder))
         for _ in range(4):
             try:
                 weights.push()
@@ -127,7 +129,7 @@ def test_what_is_no_servers_fault_is_not_tried_again(tmp_path: Any) -> None:
     with FakeEngine() as engine:
         (result,) = launch(1, pushed, [engine.url], folder)
         (error,) = result["outcomes"]
-        assert error.startswith("WeightSyncError") and f"{folder} cannot be written" in error
+        assert error.startswith("TrainerFault") and f"{folder} cannot be written" in error
         assert engine.paths().count("/pause_generation") == 1
 
 
@@ -149,7 +151,7 @@ def test_a_disk_that_fills_up_in_a_push_is_no_servers_fault(tmp_path: Any) -> No
     with FakeEngine() as one, FakeEngine() as other:
         (result,) = launch(1, fills_up, [one.url, other.url], folder)
         (error,) = result["outcomes"]
-        assert error.startswith("WeightSyncError") and f"{folder} cannot be written" in error
+        assert error.startswith("TrainerFault") and f"{folder} cannot be written" in error
         assert "No space left" in error and result["lines"] == []
         for engine in (one, other):
             assert engine.paths().count("/pause_generation") == 1 and not engine.is_paused
@@ -160,20 +162,15 @@ def comes_back(port: int, dies: Callable[[], Any], again: Callable[[], Any]) -> 
     lines: list[str] = []
     url = f"http://127.0.0.1:{port}"
     with pool_of(lines, url) as pool:
-        weights = pusher(pool)
-        assert weights._sync is not None
-        transport: Any = weights._sync._transport
-        send = transport.send
+        buckets = itertools.count()
 
-        def killing(bucket: Any) -> int:
-            transport.send = send
-            dies()
-            threading.Timer(1.0, again).start()
-            return int(send(bucket))
+        def die_before_first() -> None:
+            if next(buckets) == 0:
+                dies()
+                threading.Timer(1.0, again).start()
 
-        transport.send = killing
         started = time.monotonic()
-        weights.push()
+        pusher(pool, WatchedTransport(die_before_first)).push()
         return {"lines": lines, "seconds": time.monotonic() - started}
 
 
@@ -204,7 +201,7 @@ def gone_for_good() -> str:
     engine.__enter__()
     lines: list[str] = []
     with pool_of(lines, engine.url, start_timeout=2.0) as pool:
-        weights = pusher(pool)
+        weights = pusher(pool, TensorTransport())
         engine.__exit__()
         with pytest.raises(RolloutServerError) as raised:
             weights.push()

@@ -31,7 +31,7 @@ from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncSettings
 from tests.distributed.fork import launch
 from tests.fakes.engine import GlooEngine, count_stores
-from tests.fakes.receivers import FixedReceivers
+from tests.fakes.receivers import FixedReceivers, push
 from tests.levels import slow
 from tests.timeouts import scaled
 from tests.unit.models.releases import released_config
@@ -202,7 +202,7 @@ def pushes(urls: Sequence[str], versions: Sequence[int], kind: str) -> dict[str,
             for parameter in model.parameters():
                 parameter += 1
         try:
-            reports.append(sync.update_weights(version))
+            reports.append(push(sync, version))
         except WeightSyncError as error:
             errors.append(str(error))
     sync.close()

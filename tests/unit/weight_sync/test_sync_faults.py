@@ -23,14 +23,15 @@ from megavlm.weight_sync import sync as sync_module
 from megavlm.weight_sync.gather import gather
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.sync import WeightSync
-from megavlm.weight_sync.transports import groups
+from megavlm.weight_sync.transports import distributed
 from megavlm.weight_sync.transports.base import Transport
 from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
-from megavlm.weight_sync.update import SyncSettings, TensorBucket
+from megavlm.weight_sync.update import SyncSettings
 from tests.distributed.fork import launch
 from tests.fakes.engine import FakeEngine, GlooEngine
-from tests.fakes.receivers import FixedReceivers
+from tests.fakes.receivers import FixedReceivers, push
+from tests.fakes.transports import WatchedTransport
 from tests.timeouts import scaled
 
 NAMES = [f"language_model.decoder.layers.{i}.w" for i in range(4)] + ["visual.w"]
@@ -118,7 +119,7 @@ def pushes(
                 if parameter.requires_grad:
                     parameter += 1
         try:
-            outcomes.append(sync.update_weights(version).servers)
+            outcomes.append(push(sync, version).servers)
         except (WeightSyncError, RolloutServerError) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
         if between is not None and version == versions[0]:
@@ -143,7 +144,7 @@ def test_part_2_of_4_fails_at_the_only_server() -> None:
         assert first["version"] == second["version"] == 5
         for result in (first, second):
             error, servers = result["outcomes"]
-            assert "WeightSyncError: weight update to version 4 failed" in error and UPDATE in error
+            assert "ServersFailed: weight update to version 4 failed" in error and UPDATE in error
             assert servers == 1
         assert first["told"] == [(engine.url, "failed"), (engine.url, "5")]
         versions = [body["new_version"] for path, body, _ in engine.requests if "version" in path]
@@ -255,8 +256,8 @@ def test_a_server_that_has_started_anew_is_no_rank_of_the_group_that_it_was_in()
 
 def count_groups(urls: Sequence[str]) -> int:
     made = []
-    join = groups.join
-    groups.join = lambda *args: made.append(args) or join(*args)
+    join = distributed.join
+    distributed.join = lambda *args: made.append(args) or join(*args)
     assert pushes(urls, (4, 5, 6), "distributed", stale=True)["outcomes"] == [2] * 3
     return len(made)
 
@@ -277,14 +278,6 @@ def test_a_server_that_dies_in_a_broadcast(ranks: int, stages: int, dies_at: int
         assert results[0]["told"] == [(dies.url, "failed"), (lives.url, "4")]
         version, weights = lives.state()
         assert version == "4" and holds(weights, 1, TRAINED)
-
-
-class Slow(TensorTransport):
-    """Leaves those that gather all the time to run ahead."""
-
-    def send(self, bucket: TensorBucket) -> int:
-        time.sleep(scaled(0.4))
-        return super().send(bucket)
 
 
 def counted() -> tuple[int, int]:
@@ -308,7 +301,7 @@ def counted() -> tuple[int, int]:
         sync = WeightSync(
             plan,
             [Model(plan)],  # type: ignore[list-item]
-            Slow(),
+            WatchedTransport(lambda: time.sleep(scaled(0.4))),  # gathering has time to run ahead
             SyncSettings(torch.float64, bucket_bytes=48),  # so that what is gathered is a copy
             receivers=FixedReceivers([Receiver(engine.url, 1, "cuda", needs_all=True)]),
         )
