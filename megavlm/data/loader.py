@@ -118,8 +118,9 @@ class PromptStream:
                 )
         return prompts
 
+    @property
     def measures(self) -> dict[str, float]:
-        """Return the numbers of skipped rows under their names in observability/metrics.py."""
+        """Numbers of skipped rows under their names in observability/metrics.py."""
         names: tuple[Kind, ...] = ("bad", "long")
         return {f"skipped_{kind}": float(self.skipped[kind]) for kind in names}
 

@@ -12,6 +12,7 @@ class Curriculum:
         """Begin with the first stage."""
         self._stages = settings.stages
         self._current = 0
+        self._window = settings.window
         self._rewards: deque[float] = deque(maxlen=settings.window)
 
     @property
@@ -27,16 +28,16 @@ class Curriculum:
             self._advance()
         return self._stages[self._current] if self._stages else None
 
-    def record(self, reward: float) -> None:
-        """Record the mean reward of a step."""
+    def record(self, reward: float) -> dict[str, float]:
+        """Record the mean reward of a step, and return its stage as a metric."""
         if not self._stages:
-            return
+            return {}
+        metrics = {"curriculum_stage": float(self.number + 1)}
         self._rewards.append(reward)
-        enough = self._stages[self._current].reward
-        if enough is None or len(self._rewards) < (self._rewards.maxlen or 1):
-            return
-        if sum(self._rewards) / len(self._rewards) >= enough:
+        enough, is_full = self._stages[self._current].reward, len(self._rewards) == self._window
+        if enough is not None and is_full and sum(self._rewards) / self._window >= enough:
             self._advance()
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         return {"stage": self._current, "rewards": list(self._rewards)}

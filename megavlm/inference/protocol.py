@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Added to a suppressed token's logit, so that its probability is exactly 0 in every float dtype.
 SUPPRESSED_BIAS = -1e9
 ABORT = "abort"
+ADAPTER_PREFIX = "megavlm-"
 # Exceptions of parsing an answer of another form. OverflowError: JSON's 1e999 is read as infinity,
 # and int() of it overflows.
 MALFORMED = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
@@ -48,6 +49,11 @@ class Sampling:
     adapter: str | None = None
     vocab_size: int = 2**31
     cache_key: str | None = None
+
+
+def adapter_name(version: int | str) -> str:
+    """Return the adapter name that requests use for a weight version."""
+    return f"{ADAPTER_PREFIX}{version}"
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ class EpisodeRunner:
         """Start n episodes in each group. Returns the groups that could start; other groups have no
         episodes and are counted in `skipped`.
 
-        step: Training step, from which the environments' seeds are computed. Raises ValueError if
+        step: Current training step. The environments' seeds are computed from the step at which a
+        group is started for the first time. Raises ValueError if
         an environment breaks its interface or makes longer prompts than the configuration allows,
         and RewardStop if a reward fails under reward.on_failure=stop.
         """
@@ -170,6 +171,11 @@ class EpisodeRunner:
             await asyncio.gather(*(self._play(*pair, ask) for pair in pairs))
         group.timed_out = not group.is_played
 
+    def take_skipped(self) -> Counter[Kind]:
+        """Return the prompts skipped since the last call, by reason."""
+        taken, self.skipped = self.skipped, Counter()
+        return taken
+
     def close(self) -> None:
         self._environments.close()
         self._runner.run(self.reward_manager.close())
@@ -177,16 +183,15 @@ class EpisodeRunner:
     async def _start_all(
         self, groups: Sequence[Group], n: int, stage: CurriculumStage | None, step: int
     ) -> None:
-        seed = self._config.run.seed
-        await asyncio.gather(
-            *(
-                self._start(group, n, stage, episode_seed(seed, step, group.prompt.row))
-                for group in groups
-            )
-        )
+        for group in groups:
+            if group.step is None:
+                group.step = step
+        await asyncio.gather(*(self._start(group, n, stage) for group in groups))
 
-    async def _start(self, group: Group, n: int, stage: CurriculumStage | None, seed: int) -> None:
+    async def _start(self, group: Group, n: int, stage: CurriculumStage | None) -> None:
         prompt, data = group.prompt, self._config.data
+        assert group.step is not None
+        seed = episode_seed(self._config.run.seed, group.step, prompt.row)
         row = example(prompt.row, data.system_prompt)
         score = partial(self.reward_manager.score, stage=stage)
         made = [

@@ -17,7 +17,7 @@ from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Tree
 from megavlm.data.target_tokens import TargetColumns
 from megavlm.inference.protocol import Response
-from megavlm.rollout.partial_rollouts import stale_tokens, staleness_metrics
+from megavlm.rollout.staleness import stale_tokens, staleness_metrics
 from megavlm.rollout.trajectory import Episode, Group, as_tensor, group_tree
 
 SAMPLED_TOKENS = 200  # tokens of a turn whose log-probs are kept for the report
@@ -29,10 +29,20 @@ def has_signal(group: Group) -> bool:
     return bool(rewards.numel() and rewards_differ(rewards))
 
 
-def select_groups(groups: Sequence[Group], wanted: int) -> Sequence[Group]:
-    """Return the `wanted` groups to train on; groups with signal come first (DAPO's dynamic
-    sampling, arXiv 2503.14476).
+def until_signal(count: int, rounds: int, sample: Callable[[int], list[Group]]) -> list[Group]:
+    """Return `count` groups from `sample`. For those without signal, up to `rounds` further rounds
+    add as many groups as are missing (DAPO's dynamic sampling, arXiv 2503.14476).
     """
+    sampled = sample(count)
+    for _ in range(rounds):
+        if (missing := count - sum(map(has_signal, sampled))) <= 0:
+            break
+        sampled += sample(missing)
+    return sampled
+
+
+def select_groups(groups: Sequence[Group], wanted: int) -> Sequence[Group]:
+    """Return the `wanted` groups to train on; groups with signal come first."""
     if len(groups) == wanted:
         return groups
     return sorted(groups, key=has_signal, reverse=True)[:wanted]

@@ -80,13 +80,15 @@ class Group:
 
     responses: First-turn responses sampled so far: empty, or one per episode. Some may be aborted,
     to be continued by a later step. timed_out: True if a request of an episode was given up
-    (rollout.timed_out), so that not all episodes are played.
+    (rollout.timed_out), so that not all episodes are played. step: Training step at which the
+    episodes were first started; the seeds of their environments are computed from it.
     """
 
     prompt: Prompt
     responses: Sequence[Response] = ()
     episodes: list[Episode] = field(default_factory=list)
     timed_out: bool = False
+    step: int | None = None
 
     @property
     def is_played(self) -> bool:

@@ -5,35 +5,30 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megavlm.config.dump import write
 from megavlm.config.import_path import import_object
 from megavlm.config.schema import Config
-from megavlm.data.processor import Processor
-from megavlm.data.rows import Row, Rows
+from megavlm.data.rows import Row
 from megavlm.evaluation.attempts import Attempt, Candidate, Question, Turn
 from megavlm.evaluation.files import write_attempts
 from megavlm.evaluation.page import TaskSection, write_page
 from megavlm.evaluation.questions import question_limit
 from megavlm.evaluation.result import EvaluationResult
-from megavlm.evaluation.runner import PROMPTS_AT_ONCE, Answer
-from megavlm.evaluation.runner import evaluate as run_evaluation
 from megavlm.evaluation.tables import MeasureTable, ModelComparison, compare_models, tabulate
-from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import connect
 from megavlm.inference.protocol import Sampling
 from megavlm.observability.progress import Progress
 from megavlm.observability.records import finite
 from megavlm.observability.text import failed_rewards, number, percent, points
-from megavlm.rollout.episodes import EpisodeRunner
-from megavlm.rollout.rewards import make_reward_manager, used_tasks
+from megavlm.rollout.evaluator import Evaluator
+from megavlm.rollout.rewards import used_tasks
+from megavlm.rollout.sampler import Sampler
 from megavlm.rollout.trajectory import Episode, Group
 from megavlm.run.model_paths import served_folder
-from megavlm.training.evaluation import EvaluationSet, sampling
 from megavlm.writing import write_whole
 
 RESULT_FILE, TABLE_FILE, PAGE_FILE = "evaluation.json", "evaluation.parquet", "evaluation.html"
@@ -75,92 +70,65 @@ class ModelPlayer:
     """A served model that answers the questions of an evaluation."""
 
     def __init__(self, config: Config, client: RolloutClient) -> None:
-        self._config, self._client = config, client
         self._started = time.perf_counter()
-        settings = config.evaluation
-        limit = question_limit(settings)
-        self._processor = Processor(
-            config.model.folder, config.data, family_of(config.model.folder)
+        self._settings = settings = config.evaluation
+        self._sampler = Sampler(config, client)
+        # With several samples the attempts of `candidate` are the sampled measure.
+        measured = replace(
+            settings,
+            limit=question_limit(settings),
+            sampled=settings.sampled and settings.samples == 1,
         )
-        self._episode_runner = EpisodeRunner(
-            config, self._processor, make_reward_manager(config), client.runner
-        )
-        limited = replace(config, evaluation=replace(settings, limit=limit))
-        data = config.data
-        test, train = Rows(data.test_files, data), Rows(data.train_files, data)
-        self._evaluation_set = EvaluationSet.of(
-            limited, self._processor, self._episode_runner, test, train
-        )
-        self._rows, self._skipped = self._evaluation_set.rows, self._evaluation_set.skipped
+        self._evaluator = Evaluator(self._sampler, measured)
         self._greedy: dict[int, Attempt] = {}
 
     def measures(self) -> EvaluationResult:
         """Return the same measures as an evaluation during training. The sampled measure is
         included only if evaluation.samples=1.
         """
-        config, settings = self._config, self._config.evaluation
 
-        def play(rows: Sequence[Row], how: Sampling) -> list[Answer]:
-            attempts = [attempt for (attempt,) in self._play(rows, 1, how)]
+        def played(row: Row, group: Group, how: Sampling) -> None:
             if how.temperature == 0:
-                for row, attempt in zip(rows, attempts, strict=True):
-                    # Keep the first answer: in later measures the row may have other images.
-                    self._greedy.setdefault(row.index, attempt)
-            return [Answer(attempt.text, attempt.correct, attempt.failure) for attempt in attempts]
+                # Keep the first answer: in later measures the row may have other images.
+                self._greedy.setdefault(row.index, *_attempts(group, 1))
 
-        return run_evaluation(
-            play,
-            self._rows,
-            known=self._evaluation_set.known,
-            num_tokens=self._processor.num_tokens,
-            sampling=sampling(config, self._processor),
-            settings=replace(settings, sampled=settings.sampled and settings.samples == 1),
-            seed=config.run.seed,
-        )
+        return self._evaluator.run(played=played)
 
     def candidate(self, name: str) -> Candidate:
-        samples, how = self._config.evaluation.samples, sampling(self._config, self._processor)
+        samples, how = self._settings.samples, self._sampler.sampling
+        questions = self._evaluator.questions
         if samples == 1 and self._greedy:
-            groups = [[self._greedy[row.index]] for row in self._rows]
+            groups = [[self._greedy[row.index]] for row in questions.rows]
         else:
             how = how if samples > 1 else replace(how, temperature=0.0)
-            groups = self._play(self._rows, samples, how)
-        questions = [
-            Question(row, tuple(attempts)) for row, attempts in zip(self._rows, groups, strict=True)
+            played = self._sampler.play_rows(questions.rows, samples, how)
+            groups = [_attempts(group, samples) for group in played]
+        asked = [
+            Question(row, tuple(attempts))
+            for row, attempts in zip(questions.rows, groups, strict=True)
         ]
         seconds = time.perf_counter() - self._started
-        return Candidate(name, samples, questions, self._skipped, seconds)
+        return Candidate(name, samples, asked, questions.skipped, seconds)
 
     def close(self) -> None:
-        self._episode_runner.close()
+        self._sampler.close()
 
-    def _play(self, rows: Sequence[Row], n: int, how: Sampling) -> list[list[Attempt]]:
-        generate = partial(self._client.generate, sampling=how)
-        played: list[list[Attempt]] = []
-        for start in range(0, len(rows), PROMPTS_AT_ONCE):
-            groups = [
-                Group(self._processor.prompt(row)) for row in rows[start : start + PROMPTS_AT_ONCE]
-            ]
-            self._episode_runner.start(groups, n)
-            self._episode_runner.play(groups, generate)
-            played += [
-                [
-                    Attempt(
-                        text=episode.text,
-                        reward=episode.score.reward,
-                        correct=episode.score.correct,
-                        num_tokens=len(episode.response.token_ids),
-                        finish=episode.response.finish,
-                        parts=episode.score.parts,
-                        failure=episode.score.failure,
-                        turns=_turns(episode),
-                    )
-                    for episode in group.episodes
-                ]
-                or [Attempt("", 0.0, False, 0, "stop")] * n  # the episode did not start
-                for group in groups
-            ]
-        return played
+
+def _attempts(group: Group, n: int) -> list[Attempt]:
+    """Return the n attempts of a group; they are empty if its episodes did not start."""
+    return [
+        Attempt(
+            text=episode.text,
+            reward=episode.score.reward,
+            correct=episode.score.correct,
+            num_tokens=len(episode.response.token_ids),
+            finish=episode.response.finish,
+            parts=episode.score.parts,
+            failure=episode.score.failure,
+            turns=_turns(episode),
+        )
+        for episode in group.episodes
+    ] or [Attempt("", 0.0, False, 0, "stop")] * n
 
 
 def _turns(episode: Episode) -> list[Turn]:

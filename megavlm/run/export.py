@@ -88,17 +88,16 @@ def _trainer_logits(
 
 def _probes(driver: Driver) -> list[tuple[Prompt, list[int]]]:
     """Return the prompts of a few rows with their answers, from the test files if there are any."""
-    rows = (driver.test_rows or driver.rows)[:NUM_PROBES]
-    return [
-        (driver.processor.prompt(row), driver.processor.encode_answer(row.answer)) for row in rows
-    ]
+    sampler = driver.sampler
+    processor, rows = sampler.processor, (sampler.test_rows or sampler.rows)[:NUM_PROBES]
+    return [(processor.prompt(row), processor.encode_answer(row.answer)) for row in rows]
 
 
 def _pack(
     driver: Driver, probes: Sequence[tuple[Prompt, list[int]]]
 ) -> tuple[Pack, dict[str, ProcessedImage]]:
     trees = [prompt_tree(prompt, [answer]) for prompt, answer in probes]
-    shape = driver.shape
+    shape = driver.planner.shape
     pack = make_pack(
         trees,
         vision_token_ids=shape.vision_token_ids,

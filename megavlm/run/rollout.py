@@ -4,22 +4,21 @@
 
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.dump import write
 from megavlm.config.schema import Config
+from megavlm.environments.curriculum import Curriculum
 from megavlm.inference.connect import Connection, connect
 from megavlm.inference.protocol import Response, VersionSpan
+from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
 from megavlm.rollout.groups import rollout_metrics, sample_records
-from megavlm.rollout.trajectory import Group
+from megavlm.rollout.in_step import InStepSource
+from megavlm.rollout.sampler import Sampler
 from megavlm.run.checks.run_lock import run_lock
 from megavlm.run.model_paths import served_folder
-from megavlm.training.driver import Driver
-from megavlm.training.evaluation import sampling
+from megavlm.training.recorder import Recorder
 
 VERSION = "0"  # version of the weights that a run starts from
 
@@ -37,7 +36,9 @@ def record_rollouts(config: Config, progress: Progress) -> None:
     config = replace(
         config,
         run=replace(config.run, record_rollouts=True),
-        rollout=replace(config.rollout, max_staleness=0),  # no weights are pushed
+        algorithm=replace(config.algorithm, dynamic_sampling=0),
+        # No weights are pushed, so that nothing runs ahead of a push or is finished after one.
+        rollout=replace(config.rollout, max_staleness=0, oversample=1.0),
     )
     with ExitStack() as stack:
         stack.enter_context(run_lock(config.run.dir))
@@ -49,32 +50,21 @@ def record_rollouts(config: Config, progress: Progress) -> None:
 
 
 def _record(config: Config, connection: Connection, progress: Progress) -> None:
-    # Imported late, because it imports megatron-core, and the platform must be installed before.
-    from checkpoint_tools.hf_config import read_config
-
-    algorithm = config.algorithm
+    algorithm, sampler = config.algorithm, Sampler(config, connection.client)
     assert isinstance(algorithm, PolicyOptimization)
-    mesh: Any = None  # only plans need a mesh
-    with closing(
-        Driver(config, read_config(Path(config.model.folder)), mesh, connection, progress)
-    ) as driver:
-        driver.start(0, None)
-        how = sampling(config, driver.processor)
-        skip = config.rollout.timed_out != "fail"
-        generate = partial(connection.client.generate, sampling=how, skip_timed_out=skip)
+    curriculum = Curriculum(config.curriculum)
+    source = InStepSource(sampler, curriculum, Phases())
+    recorder = Recorder(config, progress, step=0)
+    with closing(recorder), closing(sampler), closing(source):
         for step in range(1, algorithm.steps + 1):
-            groups: list[Group] = []
-            while (missing := algorithm.prompts_per_step - len(groups)) > 0:
-                taken = driver.partial_rollouts.take(missing, driver.stream.take)
-                started = driver.start_groups(taken, algorithm.responses_per_prompt, step - 1)
-                driver.episode_runner.play(started, generate)
-                groups += driver.partial_rollouts.split(started)
+            groups = source.take(algorithm.prompts_per_step, step - 1, refit=None)
             for episode in (episode for group in groups for episode in group.episodes):
                 episode.responses = [_of_first_weights(r) for r in episode.responses]
-            driver.recorded.save(step, groups)  # not best-effort, as it is in training
-            samples = sample_records(groups, driver.processor.pieces)
-            driver.record(step, rollout_metrics(groups, 0), samples)
-    progress.line(f"{algorithm.steps} steps of rollouts are in {driver.recorded.folder}")
+            recorder.rollouts.save(step, groups)  # not best-effort, as it is in training
+            metrics = rollout_metrics(groups, 0) | source.measures
+            metrics |= curriculum.record(metrics["reward"])
+            recorder.record_step(step, metrics, sample_records(groups, sampler.processor.pieces))
+    progress.line(f"{algorithm.steps} steps of rollouts are in {recorder.rollouts.folder}")
 
 
 def _of_first_weights(response: Response) -> Response:

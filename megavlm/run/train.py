@@ -83,9 +83,7 @@ def train(config: Config, progress: Progress) -> bool:
         driver = None
         if mesh.is_driver:
             with phases("data"):
-                driver = Driver(
-                    config, train_state.hf_config, mesh, connection, progress, phases.beat
-                )
+                driver = Driver(config, train_state.hf_config, mesh, connection, progress, phases)
         sync = None
         if generates(config):
             sync = WeightSync.from_config(

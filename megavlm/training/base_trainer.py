@@ -35,7 +35,7 @@ class BaseTrainer:
         self.train_state, self.driver, self.sync = train_state, driver, sync
         # Forward passes of the language model in a step, by phase; updates are not counted.
         self.passes: defaultdict[str, float] = defaultdict(float)
-        opened = () if driver is None else (driver.processor, driver.rows)
+        opened = () if driver is None else (driver.sampler.processor, driver.sampler.rows)
         self._image_reader = ImageReader(train_state.config, *opened)
 
     def setup(self) -> None:
@@ -168,7 +168,7 @@ class BaseTrainer:
         self.weights.switch_memory("train")
         driver = self.driver
         state = None if driver is None else driver.state_dict()
-        scores = {} if driver is None else driver.best_metric.take()
+        scores = {} if driver is None else driver.recorder.best_metric.take()
         self.train_state.save(state, scores, self.companion)
 
     def record(
@@ -186,7 +186,7 @@ class BaseTrainer:
             return
         passes = {**self.passes, "update": self.update_passes}
         self.passes.clear()
-        metrics |= self.driver.utilization(passes, seconds)
+        metrics |= self.driver.planner.utilization(passes, seconds)
         metrics |= {
             "tokens_per_second": num_tokens / seconds["seconds/total"],
             "memory_gib": platform.peak_memory_bytes() / 2**30,

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from megavlm.algorithms.kl import adapted
 from megavlm.config.algorithm import GRPO, PPO
@@ -12,7 +11,6 @@ from megavlm.inference.protocol import Sampling
 from megavlm.models.common.logprobs import Scoring
 from megavlm.parallel.collectives import broadcast_object, summing
 from megavlm.rollout.groups import (
-    has_signal,
     policy_trees,
     rollout_metrics,
     sample_records,
@@ -22,7 +20,6 @@ from megavlm.rollout.trajectory import Group
 from megavlm.training.advantages import add_kl_advantages, with_advantages
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.driver import Driver
-from megavlm.training.evaluation import at_version, sampling
 from megavlm.training.forward_backward import LossFunction, compute_logprobs
 from megavlm.training.losses import Update, policy_loss
 from megavlm.training.metrics import policy_metrics
@@ -51,7 +48,7 @@ class PolicyTrainer(BaseTrainer):
         super().setup()
         self.state = train_state.algorithm_state
         start_kl(self.settings, self.state)
-        how = None if driver is None else sampling(train_state.config, driver.processor)
+        how = None if driver is None else driver.sampler.sampling
         self.sampling: Sampling = broadcast_object(how, train_state.mesh)
         # Log-probs of the distribution that the servers sample from.
         self.scoring = Scoring(self.sampling.temperature, self.sampling.suppressed_ids)
@@ -59,12 +56,8 @@ class PolicyTrainer(BaseTrainer):
 
     def train_step(self) -> None:
         state, phases = self.train_state, self.train_state.phases
-        is_replay = state.config.rollout.replay is not None
-        # this call times the phases data, rollout and reward itself
-        sampled = self.weights.run_on_driver(self.replay if is_replay else self.sample)
-        if self.driver is not None and sampled is not None and state.config.run.record_rollouts:
-            with phases("record"):
-                self.driver.keep_rollouts(state.step + 1, sampled)
+        # the source times the phases data, reward and rollout itself
+        sampled = self.weights.run_on_driver(self.sample)
         with phases("plan"):
             plan = None if sampled is None else self.plan(sampled)
             batch = self.share(plan)
@@ -80,53 +73,24 @@ class PolicyTrainer(BaseTrainer):
             metrics = self.update(batch, features)
             state.updater.finish()
         state.step += 1
-        if not is_replay:
+        if state.config.rollout.replay is None:
             with phases("sync"):
                 self.weights.push()
         if sampled is not None:
             metrics = rollout_metrics(sampled, state.step - 1) | metrics
             assert self.driver is not None
-            samples = sample_records(self.select(sampled), self.driver.processor.pieces)
+            samples = sample_records(self.select(sampled), self.driver.sampler.processor.pieces)
             self.record(metrics, num_tokens=batch.num_tokens, samples=samples)
 
-    def replay(self) -> list[Group]:
-        """Return the step's groups from the recorded run instead of sampling. Driver only."""
-        assert self.driver is not None
-        with self.train_state.phases("rollout"):
-            return self.driver.replayed_groups(self.train_state.step + 1)
-
     def sample(self) -> list[Group]:
-        """Return the step's groups with their rewards: as many as the step needs, or more with
-        dynamic sampling, because it replaces groups without signal by further prompts. Driver only.
-        """
-        driver, settings, config = self.driver, self.settings, self.train_state.config
+        """Return the step's groups with their rewards. Driver only."""
+        state, driver = self.train_state, self.driver
         assert driver is not None
-        version, phases = self.train_state.step, self.train_state.phases
-        generate = partial(
-            driver.client.generate,
-            sampling=at_version(config, self.sampling, version),
-            weight_version=version,
-            refit=self.weights.refit,
-            skip_timed_out=config.rollout.timed_out != "fail",
-        )
-        sampled: list[Group] = []
-        for _ in range(1 + settings.dynamic_sampling):
-            missing = settings.prompts_per_step - sum(map(has_signal, sampled))
-            if missing <= 0:
-                break
-            if driver.producer is not None:
-                with phases("rollout"):  # time spent waiting for the producer
-                    sampled += driver.take_groups(missing, version, self.weights.refit)
-                continue
-            enough = len(sampled) + missing
-            while (missing := enough - len(sampled)) > 0:  # repeats if requests timed out
-                with phases("data"):
-                    count = math.ceil(missing * config.rollout.oversample)
-                    groups = driver.partial_rollouts.take(count, driver.stream.take)
-                with phases("reward"):
-                    groups = driver.start_groups(groups, settings.responses_per_prompt, version)
-                driver.episode_runner.play(groups, generate, enough=missing, phases=phases)
-                sampled += driver.partial_rollouts.split(groups)
+        wanted, version = self.settings.prompts_per_step, state.step
+        sampled = driver.source.take(wanted, version, self.weights.refit)
+        if state.config.run.record_rollouts:
+            with state.phases("record"):
+                driver.recorder.record_rollouts(version + 1, sampled)
         return sampled
 
     def select(self, sampled: Sequence[Group]) -> Sequence[Group]:
@@ -150,7 +114,7 @@ class PolicyTrainer(BaseTrainer):
         ]
         if isinstance(self.settings, GRPO):
             minibatches = with_advantages(minibatches, self.settings)
-        return self.driver.plan(
+        return self.driver.planner.plan(
             minibatches,
             [prompt for group in groups for prompt in group.prompts],
             [group.prompt for group in groups],

@@ -30,6 +30,6 @@ class SupervisedTrainer(BaseTrainer):
         if (driver := self.driver) is None:
             return None
         assert isinstance(self.train_state.config.algorithm, SFT)
-        prompts = driver.stream.take(self.train_state.config.algorithm.batch_size)
+        prompts = driver.prompts.take(self.train_state.config.algorithm.batch_size)
         trees = [supervised_tree(prompt) for prompt in prompts]
-        return driver.plan([trees], prompts, prompts, tower_trained=self.tower_trained)
+        return driver.planner.plan([trees], prompts, prompts, tower_trained=self.tower_trained)

@@ -9,11 +9,12 @@ from typing import Any
 import httpx
 
 from megavlm.inference.errors import ServersFailed, TrainerFault, WeightSyncError
+from megavlm.inference.protocol import adapter_name
 from megavlm.inference.server_pool.receivers import Receiver, Receivers
 from megavlm.inference.server_pool.requirements import SESSIONS, server_version
 from megavlm.weight_sync import checksums as verify
 from megavlm.weight_sync.gather import NamedTensors
-from megavlm.weight_sync.lora import adapter_name, load_adapter, unload_adapters
+from megavlm.weight_sync.lora import load_adapter, unload_adapters
 from megavlm.weight_sync.server_api import Answers, Servers
 from megavlm.weight_sync.server_parameters import ServerParameters
 from megavlm.weight_sync.sglang_layout import ServerLayout

@@ -16,6 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megavlm.config.lora import LoRA
+from megavlm.inference.protocol import ADAPTER_PREFIX
 from megavlm.models.common.loading import MEMORY, stack_shape
 from megavlm.models.common.lora import adapters
 from megavlm.models.common.mapping import (
@@ -34,7 +35,6 @@ from megavlm.weight_sync.trainable import adapted_entries, linear_name
 from megavlm.weight_sync.transports.payload import flatten, payload
 
 PEFT_PREFIX = "base_model.model."
-ADAPTER_PREFIX = "megavlm-"
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,6 @@ class AdapterWeights:
     def gather(self, dtype: torch.dtype) -> NamedTensors:
         """Gather all LoRA pairs on rank 0 under PEFT's names; other ranks return []. Collective."""
         return gather(self.plan, range(len(self.plan.entries)), self.shards, dtype, to=0)
-
-
-def adapter_name(version: int | str) -> str:
-    """Return the adapter name that requests use for a weight version."""
-    return f"{ADAPTER_PREFIX}{version}"
 
 
 def load_adapter(servers: Servers, name: str, config: dict[str, Any], tensors: NamedTensors) -> int:

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from megavlm.config.lora import LoRA
 from megavlm.data.packing import Pack, make_pack, prompt_tree
 from megavlm.data.processor import Prompt
-from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.protocol import Response, Sampling, adapter_name
 from megavlm.inference.server_pool.receivers import Receiver, Receivers
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
@@ -26,7 +26,7 @@ from megavlm.parallel.mesh import Mesh
 from megavlm.training.forward_backward import compute_logprobs
 from megavlm.training.gradient_buffers import wrap
 from megavlm.training.step.vision_features import VisionFeatures
-from megavlm.weight_sync.lora import AdapterWeights, adapter_name
+from megavlm.weight_sync.lora import AdapterWeights
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.sglang_layout import linear_rows
 from megavlm.weight_sync.sync import WeightSync

@@ -9,19 +9,22 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 from megavlm.config.algorithm import PolicyOptimization
-from megavlm.config.curriculum import CurriculumStage
+from megavlm.config.schema import Config
+from megavlm.environments.curriculum import Curriculum
+from megavlm.inference.connect import Connection
 from megavlm.inference.errors import RolloutServerError
-from megavlm.inference.server_pool.pool import ServerPool
+from megavlm.observability.phases import Phases
 from megavlm.rollout.ahead.group_arrays import receive_groups, unpack_groups
 from megavlm.rollout.ahead.mirror import ServerStates, apply_report
 from megavlm.rollout.ahead.producer import ProducerSetup
+from megavlm.rollout.groups import until_signal
+from megavlm.rollout.sampler import Refit
 from megavlm.rollout.trajectory import Group
 
 END_SECONDS = 20.0  # that the producer has to end its processes
@@ -37,81 +40,81 @@ def start_process(descriptor: int) -> "subprocess.Popen[bytes]":
     )
 
 
-class RolloutProducer:
-    """Handle of the producer for the driver. The producer's errors are raised by the next call.
-
-    measures: Metrics of the groups taken last, under their names in observability/metrics.py.
+class AheadSource:
+    """Implements GroupSource with groups that a producer makes while the trainer trains. The
+    producer's errors are raised by the next call.
     """
 
     def __init__(
         self,
-        setup: ProducerSetup,
-        server_pool: ServerPool,
-        beat: Callable[[], object] = lambda: None,
+        config: Config,
+        connection: Connection,
+        curriculum: Curriculum,
+        phases: Phases,
     ) -> None:
         """Start the process; it ends when this process does. It generates nothing until `take`
-        allows prompts. beat: Callback for each response.
+        allows prompts. phases: Clock for the phase `rollout`, the time spent waiting for the
+        producer; it also gets the producer's signs of progress.
         """
-        algorithm, rollout = setup.config.algorithm, setup.config.rollout
+        algorithm, rollout = config.algorithm, config.rollout
         assert isinstance(algorithm, PolicyOptimization)
-        self._step_size, self._staleness = algorithm.prompts_per_step, rollout.max_staleness
-        self._pool, self._beat = server_pool, beat
+        self._algorithm, self._staleness = algorithm, rollout.max_staleness
+        self._pool, self._curriculum, self._phases = connection.server_pool, curriculum, phases
         self._version: int | None = None
         self.measures: dict[str, float] = {}
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = start_process(theirs.fileno())
-        self._connection = Connection(ours.detach())
+        self._pipe = Pipe(ours.detach())
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._incoming: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._connection.send(replace(setup, parent=os.getpid()))
+        self._pipe.send(ProducerSetup(config, connection.client.limits, os.getpid()))
         # These threads only wait for the pipe; rollouts take no compute in this process.
         for work in (self._send_all, self._receive_all):
             threading.Thread(target=work, name="producer", daemon=True).start()
         self._stack = ExitStack()
-        self._stack.enter_context(server_pool.in_use(lambda: self._outgoing.put(None)))
+        self._stack.enter_context(self._pool.in_use(lambda: self._outgoing.put(None)))
 
-    def take(
-        self,
-        count: int,
-        version: int,
-        stage: CurriculumStage | None,
-        refit: Callable[[], None],
-    ) -> list[Group]:
-        """Return the next `count` groups, in the order in which their prompts were drawn.
+    def take(self, count: int, version: int, refit: Refit | None) -> list[Group]:
+        """Return the next groups, in the order in which their prompts were drawn. Also raises
+        RolloutServerError if the producer died.
+        """
+        assert refit is not None, "weights are pushed to the servers of a producer"
+        self.measures = {}
 
-        Args:
-            version: Version of the current weights. With a new version, prompts for one more step
-                may start; with the same version again, only as many as are taken.
-            stage: Curriculum stage of prompts that start.
-            refit: Function that pushes the weights if no server has usable ones.
+        def sample(missing: int) -> list[Group]:
+            counts, totals, packed = self._next_groups(missing, version, refit)
+            # Each round of dynamic sampling has its own counts.
+            added = {name: self.measures.get(name, 0.0) + n for name, n in counts.items()}
+            self.measures = added | totals
+            return unpack_groups(packed)
 
-        Raises the producer's error, and RolloutServerError if the producer died or too few servers
-        are left.
+        with self._phases("rollout"):
+            return until_signal(count, self._algorithm.dynamic_sampling, sample)
+
+    def _next_groups(self, count: int, version: int, refit: Refit) -> tuple[Any, ...]:
+        """Let the producer start prompts, and wait for its next `count` groups. Returns counts
+        since the last groups, measures of the whole run, and the packed groups.
         """
         allowed = count
         if version != self._version:
             # The first call allows all prompts that may run ahead, each new version one step more.
             steps = self._staleness + 1 if self._version is None else 1
-            allowed, self._version = steps * self._step_size, version
+            allowed, self._version = steps * self._algorithm.prompts_per_step, version
             self._outgoing.put(None)
-            self._outgoing.put(("advance", version, stage))
+            self._outgoing.put(("advance", version, self._curriculum.stage(version)))
         self._outgoing.put(("allow", allowed))
         self._outgoing.put(("take", count))
         while True:
             kind, *values = self._next()
             if kind == "groups":
-                self.measures, packed = values
-                return unpack_groups(packed)
+                return tuple(values)
             assert kind == "refit", kind
             if not self._pool.routable(None):
                 refit()
             self._outgoing.put(None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of prompts and groups for a checkpoint. Groups that were taken count as
-        trained on.
-        """
         self._outgoing.put(("state",))
         while True:
             kind, *values = self._next()
@@ -120,8 +123,10 @@ class RolloutProducer:
                 return state
             self._outgoing.put(None)  # a request for a push, made by the next `take`
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._outgoing.put(("load", dict(state)))
+
     def close(self) -> None:
-        """End the producer and all its processes."""
         self._stack.close()
         self._outgoing.put("end")
         try:
@@ -157,24 +162,24 @@ class RolloutProducer:
             if message is None:
                 message = "servers", ServerStates.of(self._pool)
             try:
-                self._connection.send(message)
+                self._pipe.send(message)
             except OSError:
                 return  # the producer has ended; the other thread reports it
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
+        with socket.socket(fileno=os.dup(self._pipe.fileno())) as pipe:
             pipe.shutdown(socket.SHUT_WR)  # on the end of the stream the producer ends
 
     def _receive_all(self) -> None:
         while True:
             try:
-                message = self._connection.recv()
+                message = self._pipe.recv()
                 if message[0] == "beat":
-                    self._beat()
+                    self._phases.beat()
                     continue
                 if message[0] == "report":
                     apply_report(self._pool, message[1])
                     continue
                 if message[0] == "groups":
-                    message = (*message, receive_groups(self._connection))
+                    message = (*message, receive_groups(self._pipe))
             except (EOFError, OSError):
                 self._incoming.put(("ended",))
                 return

@@ -16,21 +16,17 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.schema import Config
-from megavlm.data.loader import PromptStream, held_for
-from megavlm.data.processor import Processor
-from megavlm.data.rows import Rows
-from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
 from megavlm.inference.generation import Ask
-from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_main import die_with
 from megavlm.parallel import platform
@@ -38,9 +34,9 @@ from megavlm.process import allow_open_files, leave, leave_to_parent
 from megavlm.rewards.base import RewardStop
 from megavlm.rollout.ahead.group_arrays import send_groups
 from megavlm.rollout.ahead.mirror import Report, ServerMirror
-from megavlm.rollout.episodes import EpisodeRunner
-from megavlm.rollout.partial_rollouts import TimedOutGroups, oldest_version, response_of
-from megavlm.rollout.rewards import make_reward_manager
+from megavlm.rollout.backlog import TimedOutGroups, group_state, restored_group
+from megavlm.rollout.sampler import Sampler
+from megavlm.rollout.staleness import oldest_version
 from megavlm.rollout.trajectory import Group
 
 TICK = 0.05  # seconds between checks of whether the servers are idle
@@ -48,33 +44,25 @@ TICK = 0.05  # seconds between checks of whether the servers are idle
 
 @dataclass(frozen=True)
 class ProducerSetup:
-    """Arguments of a producer. state: The driver's state in a checkpoint; None starts from the
-    first prompt. version: Version of the weights that the servers get first. parent: Process id of
-    the trainer, filled in by RolloutProducer.
-    """
+    """Arguments of a producer. parent: Process id of the trainer."""
 
     config: Config
-    sampling: Sampling
     limits: RequestLimits
-    state: Mapping[str, Any] | None
-    version: int
-    parent: int = 0
+    parent: int
 
 
 @dataclass(eq=False)
 class StartedPrompt:
-    """A prompt that was started at training step `step`, until the trainer takes its group."""
+    """A prompt that was started, until the trainer takes its group."""
 
     group: Group
-    step: int
-    begun: list[Response] = field(default_factory=list)  # first-turn responses from a checkpoint
     generated: list[list[Response]] | None = None  # responses of its whole batch of prompts
     place: int = 0  # its index in `generated`
 
     @property
-    def responses(self) -> list[Response]:
+    def responses(self) -> Sequence[Response]:
         """First-turn responses received so far."""
-        return self.begun if self.generated is None else self.generated[self.place]
+        return self.group.responses if self.generated is None else self.generated[self.place]
 
 
 class Producer:
@@ -90,32 +78,17 @@ class Producer:
         self._client = RolloutClient(
             self._servers, setup.limits, beat=lambda: connection.send(("beat",))
         )
-        self._processor = Processor(
-            config.model.folder, config.data, family_of(config.model.folder)
-        )
-        self._rows = Rows(config.data.train_files, config.data)
-        self._stream = PromptStream(
-            self._rows,
-            self._processor.prompt,
-            config.data,
-            seed=config.run.seed,
-            batch_size=algorithm.prompts_per_step,
-            held=held_for(config.rollout),
-        )
-        self._runner = EpisodeRunner(
-            config, self._processor, make_reward_manager(config), self._client.runner
-        )
+        self._sampler = Sampler(config, self._client)
+        self._episodes, self._stream = self._sampler.episodes, self._sampler.prompt_stream()
         self._started: deque[StartedPrompt] = deque()
-        self._restored: list[StartedPrompt] = []
-        self._version, self._sampling = setup.version, setup.sampling
+        self._waiting: list[Group] = []  # from a checkpoint, or timed out; they start first
+        self._version, self._sampling = 0, self._sampler.sampling
         self._stage: CurriculumStage | None = None
         self._wanted: int | None = None  # number of groups that the trainer waits for
         self._tasks: set[asyncio.Task[None]] = set()
         self._dropped = 0
         self._timed_out = TimedOutGroups(config.rollout.timed_out, algorithm.prompts_per_step)
         self._idle = 0.0  # idle seconds since the trainer last got groups
-        if setup.state is not None:
-            self._load(setup.state)
 
     def run(self) -> None:
         """Serve the trainer until it is gone. Raises the error that ends the rollouts."""
@@ -145,7 +118,7 @@ class Producer:
     def close(self) -> None:
         """End the processes of data, environments and rewards."""
         self._stream.close()
-        self._runner.close()
+        self._sampler.close()
         self._client.close()
 
     def _receive(self) -> None:
@@ -157,6 +130,7 @@ class Producer:
                 self._ended.set_result(None)
             return
         handlers: dict[str, Callable[..., None]] = {
+            "load": self._load,
             "servers": self._update_servers,
             "advance": self._advance,
             "allow": self._allow,
@@ -182,16 +156,14 @@ class Producer:
         """
         self._version, self._stage = version, stage
         if self._config.rollout.pause == "in_place":  # caches keep old prefixes
-            self._sampling = replace(self._setup.sampling, cache_key=str(version))
+            self._sampling = replace(self._sampler.sampling, cache_key=str(version))
             self._client.sample_by(self._sampling)
 
     def _allow(self, count: int) -> None:
-        """Start `count` more prompts. Restored ones (from a checkpoint, or timed out) come
-        first.
-        """
-        restored, self._restored = self._restored[:count], self._restored[count:]
-        fresh = self._stream.take(count - len(restored))
-        started = [*restored, *(StartedPrompt(Group(p), self._version) for p in fresh)]
+        """Start `count` more prompts; waiting ones come first."""
+        waiting, self._waiting = self._waiting[:count], self._waiting[count:]
+        fresh = map(Group, self._stream.take(count - len(waiting)))
+        started = [StartedPrompt(group) for group in (*waiting, *fresh)]
         self._started += started
         task = asyncio.get_running_loop().create_task(self._play(started))
         self._tasks.add(task)
@@ -208,11 +180,11 @@ class Producer:
 
         async def follow(place: int, responses: Sequence[Response], ask: Ask) -> None:
             item = started[place]
-            await self._runner.play_group(item.group, responses, ask)
+            await self._episodes.play_group(item.group, responses, ask)
             item.group.responses = tuple(responses)
             self._hand_over()
 
-        generated = [item.begun for item in started]
+        generated = [list(item.group.responses) for item in started]
         for place, item in enumerate(started):
             item.generated, item.place = generated, place
         await self._client.generate_ahead(
@@ -228,13 +200,10 @@ class Producer:
 
     async def _start(self, item: StartedPrompt) -> None:
         """Start a prompt's episodes. A prompt that cannot start is replaced by the next one."""
-        (group,) = await self._runner.started_or_replaced(
-            [item.group], self._n, self._stream.take, stage=self._stage, step=item.step
+        (item.group,) = await self._episodes.started_or_replaced(
+            [item.group], self._n, self._stream.take, stage=self._stage, step=self._version
         )
-        if group is not item.group:
-            item.group, item.begun = group, []
-        self._stream.skipped.update(self._runner.skipped)
-        self._runner.skipped.clear()
+        self._stream.skipped.update(self._episodes.take_skipped())
 
     def _accepts(self, version: str) -> bool:
         """Return True for versions between current - max_staleness and current, and for current +
@@ -275,43 +244,30 @@ class Producer:
             self._started.popleft()
         self._wanted = None
         kept, timed_out = self._timed_out.end_step()
-        self._restored += [StartedPrompt(group, self._version) for group in kept]
-        measures = {
+        self._waiting += kept
+        counts = {
             **timed_out,
             "dropped_groups": float(self._dropped),
             "servers_idle": self._idle,
-            **self._stream.measures(),
         }
         self._dropped, self._idle = 0, 0.0
-        self._connection.send(("groups", measures))
+        self._connection.send(("groups", counts, self._stream.measures))
         send_groups(self._connection, [item.group for item in first], self._setup.parent)
 
     def _send_state(self) -> None:
-        waiting = [*self._started, *self._restored]
-        self._connection.send(("state", self._stream.state_dict() | {"backlog": state_of(waiting)}))
+        started = [group_state(item.group, item.responses) for item in self._started]
+        waiting = [group_state(group, group.responses) for group in self._waiting]
+        backlog = {"backlog": [*started, *waiting]}
+        self._connection.send(("state", self._stream.state_dict() | backlog))
 
     def _load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a source's state. Raises ValueError if it was taken with other data."""
+        sampler = self._sampler
         self._stream.load_state_dict(state)
-        self._restored = [
-            StartedPrompt(
-                Group(self._processor.prompt(self._rows[item["row"]])),
-                item.get("step", self._version),
-                [response_of(values) for values in item["responses"]],
-            )
-            for item in state["backlog"]
+        self._waiting = [
+            restored_group(values, lambda index: sampler.processor.prompt(sampler.rows[index]))
+            for values in state["backlog"]
         ]
-
-
-def state_of(started: Sequence[StartedPrompt]) -> list[dict[str, Any]]:
-    """Return rows, steps and responses of started prompts as plain values."""
-    return [
-        {
-            "row": item.group.prompt.row.index,
-            "step": item.step,
-            "responses": [asdict(response) for response in item.responses],
-        }
-        for item in started
-    ]
 
 
 def serve(connection: Connection, setup: ProducerSetup) -> bool:

@@ -133,7 +133,7 @@ def test_bad_and_long_rows_are_refused_or_left_out_and_counted(tmp_path: Path) -
         assert Counter(asked(source.take(9))) == {"q0": 3, "q2": 3, "q4": 3}
         state = source.state_dict()
         assert source.skipped["bad"] >= 2 and source.skipped["long"] >= 2
-        assert source.measures() == {
+        assert source.measures == {
             "skipped_bad": source.skipped["bad"],
             "skipped_long": source.skipped["long"],
         }

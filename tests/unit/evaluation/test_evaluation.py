@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megavlm.config.evaluation import Evaluation
 from megavlm.data.rows import Row
 from megavlm.evaluation.baselines import Known, blind_answers, exchange_images
+from megavlm.evaluation.measures import Answer, measure_policy
 from megavlm.evaluation.result import measure, wilson_interval
-from megavlm.evaluation.runner import Answer, evaluate
 from megavlm.inference.protocol import Response, Sampling
 from megavlm.observability.metrics import evaluation_scalars
 from megavlm.rewards import boxed
@@ -74,7 +74,7 @@ def run(policy: LookingPolicy, **options: Any) -> Any:
         ]
 
     rows = options.pop("rows", TEST)
-    return evaluate(
+    return measure_policy(
         play,
         rows,
         num_tokens=options.pop("num_tokens", num_tokens),

@@ -49,7 +49,7 @@ def evaluated(recipe: Path, *overrides: str) -> EvaluationResult:
     config = load(recipe, list(overrides))
     client: Any = Right(None)
     player = ModelPlayer(config, client)
-    client._tokenizer = player._processor._tokenizer
+    client._tokenizer = player._sampler.processor._tokenizer
     try:
         result = player.measures()
         Path(config.run.dir).mkdir()

@@ -6,18 +6,15 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megavlm.config.load import load
-from megavlm.observability.metrics import METRICS_FILE, MetricsWriter
+from megavlm.observability.metrics import METRICS_FILE
 from megavlm.observability.progress import Progress
-from megavlm.observability.samples import SAMPLES_FILE, SAMPLES_FOLDER, SampleWriter
-from megavlm.observability.trackers import Trackers
-from megavlm.training.best_metric import BestMetricTracker
-from megavlm.training.driver import SKIPPED_FILE, Driver
+from megavlm.observability.samples import SAMPLES_FILE, SAMPLES_FOLDER
+from megavlm.training.recorder import SKIPPED_FILE, Recorder
 
 # TensorBoard's thread ends with its error.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -28,23 +25,11 @@ GROUP = {"category": "red", "images": [], "responses": []}
 
 
 @contextmanager
-def driver(path: Path) -> Iterator[Any]:
-    config = load(path, [])
-    made: Any = SimpleNamespace(
-        config=config,
-        producer=None,
-        connection=None,
-        stream=SimpleNamespace(measures=dict, close=lambda: None),
-        partial_rollouts=SimpleNamespace(end_step=dict),
-        metrics=MetricsWriter(config.run.dir),
-        samples=SampleWriter(config.run.dir, num_steps=10),
-        trackers=Trackers([], config.run.dir, {}, 0),
-        best_metric=BestMetricTracker("loss"),
-        _progress=Progress(),
-        _last_line=None,
-    )
+def recorder(path: Path) -> Iterator[Recorder]:
+    config = load(path, ["checkpoint.best_metric=loss"])
+    made = Recorder(config, Progress(), step=0)
     yield made
-    Driver.close(made)
+    made.close()
 
 
 def full_files(run: Path) -> list[Path]:
@@ -66,10 +51,10 @@ def fill_tensorboard(run: Path) -> Path:
 def test_the_rows_of_a_step_whose_update_was_skipped_are_written(
     write_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
-    with driver(write_recipe()) as trained:
+    with recorder(write_recipe()) as records:
         for step, skipped in ((1, 0.0), (2, 1.0)):
-            trained._planned = [f"rows.parquet:{step}", "rows.parquet:9"]
-            Driver.record(trained, step, METRICS | {"skipped_updates": skipped}, [GROUP])
+            rows = [f"rows.parquet:{step}", "rows.parquet:9"]
+            records.record_step(step, METRICS | {"skipped_updates": skipped}, [GROUP], rows)
     (line,) = (tmp_path / "run" / SKIPPED_FILE).read_text().splitlines()
     assert json.loads(line) == {"step": 2, "rows": ["rows.parquet:2", "rows.parquet:9"]}
 
@@ -77,11 +62,11 @@ def test_the_rows_of_a_step_whose_update_was_skipped_are_written(
 def test_a_full_disk_is_logged_once_and_counted(
     write_recipe: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with driver(write_recipe()) as trained:
+    with recorder(write_recipe()) as records:
         fill_tensorboard(tmp_path / "run")
         files = full_files(tmp_path / "run")
         for step in (1, 2):
-            Driver.record(trained, step, dict(METRICS), [GROUP])
+            records.record_step(step, dict(METRICS), [GROUP])
         assert [record.message.split(" (")[0] for record in caplog.records] == [
             "metrics cannot be written",
             "samples cannot be written",
@@ -89,18 +74,18 @@ def test_a_full_disk_is_logged_once_and_counted(
         for file in files:
             file.unlink()
         for step in (3, 4):  # there is space again; TensorBoard's thread has ended
-            Driver.record(trained, step, dict(METRICS), [GROUP])
+            records.record_step(step, dict(METRICS), [GROUP])
     records = [json.loads(line) for line in (tmp_path / "run" / METRICS_FILE).open()]
     assert [record["step"] for record in records] == [3, 4]
     assert records[0]["recording_failures"] >= 4
 
 
 def test_tensorboard_alone_may_fail(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
-    with driver(write_recipe()) as trained:
+    with recorder(write_recipe()) as records:
         full = fill_tensorboard(tmp_path / "run")
         for step in range(1, 5):
-            Driver.record(trained, step, dict(METRICS), [])
-        assert trained._progress.failures >= 1
+            records.record_step(step, dict(METRICS), [])
+        assert records._progress.failures >= 1
     assert len((tmp_path / "run" / METRICS_FILE).read_text().splitlines()) == 4
     others = [path for path in (tmp_path / "run/tensorboard").iterdir() if path != full]
     assert len(others) == 1 and others[0].stat().st_size > 100, "another file took its place"

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from megavlm.inference.errors import ServersFailed, TrainerFault, WeightSyncError
 from megavlm.training.base_trainer import BaseTrainer
+from megavlm.training.driver import Driver
+from megavlm.training.step.planner import StepPlanner
 from megavlm.training.weight_push import WeightPusher
 from megavlm.weight_sync.update import SyncReport
 from tests.distributed.fork import launch
@@ -107,6 +109,24 @@ def test_weights_that_the_servers_have_are_not_pushed_again() -> None:
     assert launch(1, pushed_once_a_step) == [2]
 
 
+class Records(Driver):
+    """A driver whose records are a list."""
+
+    def __init__(self, records: list[dict[str, float]]) -> None:
+        self.records, self.planner = records, CountedPasses()
+
+    def record(self, step: int, metrics: dict[str, float], samples: Any) -> None:
+        self.records.append(metrics)
+
+
+class CountedPasses(StepPlanner):
+    def __init__(self) -> None:
+        pass
+
+    def utilization(self, passes: Any, seconds: Any) -> dict[str, float]:
+        return {"passes": sum(passes.values())}
+
+
 def recorded() -> list[Any]:
     """Metrics of two steps, after two pushes and after none."""
     trainer, records = BaseTrainer.__new__(BaseTrainer), []
@@ -118,10 +138,7 @@ def recorded() -> list[Any]:
         config=SimpleNamespace(algorithm=None, lora=SimpleNamespace(rank=0)),
         phases=SimpleNamespace(take=lambda: {"seconds/total": 1.0}),
     )
-    trainer.driver = SimpleNamespace(  # type: ignore[assignment]
-        record=lambda step, metrics, samples: records.append(metrics),
-        utilization=lambda passes, seconds: {"passes": sum(passes.values())},
-    )
+    trainer.driver = Records(records)
     trainer.passes = Counter(reference=1.0)  # of the first step alone
     for _ in range(2):
         trainer.record({}, num_tokens=1)

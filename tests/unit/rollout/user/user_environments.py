@@ -85,3 +85,16 @@ class Faulty:
                 marked = {"role": "user", "content": "<image> or <image>?"}
                 return Step(Observation([marked], self.row.images), 0.0, False)
         return Step(None, 0.7, True, {"correct": True, "parts": {"seen": 1.0}})
+
+
+class Seeded:
+    """Asks a question of its own, made from the seed."""
+
+    def __init__(self, context: Context) -> None:
+        pass
+
+    async def reset(self, row: Example, seed: int) -> Observation:
+        return Observation([{"role": "user", "content": f"What colour? {seed}"}])
+
+    async def step(self, text: str) -> Step:
+        return Step(None, 1.0, True, {})

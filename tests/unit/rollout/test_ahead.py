@@ -9,7 +9,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,17 @@ from megavlm.data.loader import PromptStream
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Rows
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.environments.curriculum import Curriculum
 from megavlm.families import family_of
+from megavlm.inference.client import RolloutClient
+from megavlm.inference.connect import Connection
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
-from megavlm.inference.protocol import Sampling
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_pool.state import State
+from megavlm.observability.phases import Phases
 from megavlm.rollout.ahead import handle
-from megavlm.rollout.ahead.handle import RolloutProducer
-from megavlm.rollout.ahead.producer import ProducerSetup, serve
+from megavlm.rollout.ahead.handle import AheadSource
+from megavlm.rollout.ahead.producer import serve
 from megavlm.rollout.trajectory import Group
 from tests.conftest import row, write_rows
 from tests.fakes.server import PROMPT_IDS, FakeServer
@@ -38,7 +41,6 @@ from tests.timeouts import scaled
 from tests.unit.inference.server_pools import external, push, state, wait_for
 
 SIZE, N = 2, 2  # prompts of a step, responses to each
-SAMPLING = Sampling(temperature=1.0, max_new_tokens=256)
 
 
 def no_refit() -> None:
@@ -63,7 +65,7 @@ run: {{dir: {tmp_path / "run"}}}
 model: {{folder: {files / "model"}}}
 data: {{train_files: [{files / "rows.parquet"}], max_prompt_tokens: 64}}
 algorithm: {{name: grpo, prompts_per_step: {SIZE}, responses_per_prompt: {N}, steps: 9}}
-rollout: {{mode: external, urls: ["http://127.0.0.1:1"], max_staleness: 1}}
+rollout: {{mode: external, urls: ["http://127.0.0.1:1"], max_staleness: 1, max_new_tokens: 256}}
 reward: {{workers: 1}}
 """
     )
@@ -78,7 +80,7 @@ def in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
             return 0
 
     def start(descriptor: int) -> Thread:
-        connection = Connection(os.dup(descriptor))
+        connection = Pipe(os.dup(descriptor))
         thread = Thread(target=lambda: serve(connection, connection.recv()))
         thread.start()
         return thread
@@ -106,15 +108,13 @@ def order(config: Config, count: int) -> list[int]:
     return [prompt.row.index for prompt in stream.take(count)]
 
 
-def started(
-    config: Config,
-    pool: Any,
-    state: Any = None,
-    version: int = 0,
-    timeout: float = 300.0,
-) -> RolloutProducer:
-    limits = RequestLimits(total=timeout, retry_delay=0.0)
-    return RolloutProducer(ProducerSetup(config, SAMPLING, limits, state, version), pool)
+def started(config: Config, pool: Any, state: Any = None, timeout: float = 300.0) -> AheadSource:
+    client = RolloutClient(pool, RequestLimits(total=timeout, retry_delay=0.0))
+    curriculum = Curriculum(config.curriculum)
+    source = AheadSource(config, Connection(client, pool), curriculum, Phases())
+    if state is not None:
+        source.load_state_dict(state)
+    return source
 
 
 def rows_of(groups: list[Group]) -> list[int]:
@@ -132,7 +132,7 @@ def test_a_step_ahead_and_no_further(config: Config, fake: Any) -> None:
         producer, seen = started(config, pool), []
         try:
             for version in range(3):
-                groups = producer.take(SIZE, version, None, no_refit)
+                groups = producer.take(SIZE, version, no_refit)
                 seen += rows_of(groups)
                 wait_for(lambda most=SIZE * (version + 2): num_asked(fake) == most)
                 assert producer.measures["dropped_groups"] == 0
@@ -150,7 +150,7 @@ def test_groups_arrive_as_they_were(config: Config, fake: Any) -> None:
     with external(fake) as pool:
         push(pool, 0, (fake,))
         producer = started(config, pool)
-        (group, _) = producer.take(SIZE, 0, None, no_refit)
+        (group, _) = producer.take(SIZE, 0, no_refit)
         producer.close()
     processor = Processor(config.model.folder, config.data, family_of(config.model.folder))
     prompt = processor.prompt(Rows(config.data.train_files, config.data)[group.prompt.row.index])
@@ -177,9 +177,7 @@ def test_a_response_that_a_push_aborts_is_continued_and_waited_for(
         try:
             first = order(config, 1)[0]
             taken: list[list[Group]] = []
-            thread = threading.Thread(
-                target=lambda: taken.append(producer.take(SIZE, 0, None, no_refit))
-            )
+            thread = threading.Thread(target=lambda: taken.append(producer.take(SIZE, 0, no_refit)))
             thread.start()
             wait_for(lambda: num_asked(fake) == 2 * SIZE)
             assert not taken
@@ -202,21 +200,21 @@ def test_a_run_that_is_killed_trains_on_every_prompt_once(config: Config, fake: 
     with external(fake) as pool:
         push(pool, 0, (fake,))
         producer = started(config, pool)
-        trained = rows_of(producer.take(SIZE, 0, None, no_refit))
+        trained = rows_of(producer.take(SIZE, 0, no_refit))
         push(pool, 1, (fake,))
         wait_for(lambda: all(item["responses"] for item in producer.state_dict()["backlog"]))
         state = producer.state_dict()
-        lost = rows_of(producer.take(SIZE, 1, None, no_refit))  # after the checkpoint
+        lost = rows_of(producer.take(SIZE, 1, no_refit))  # after the checkpoint
         producer.close()  # killed
         assert [item["row"] for item in state["backlog"]] == lost
         assert [item["step"] for item in state["backlog"]] == [0] * SIZE
 
         before = num_asked(fake)
-        producer = started(config, pool, state, version=1)
-        trained += rows_of(producer.take(SIZE, 1, None, no_refit))
+        producer = started(config, pool, state)
+        trained += rows_of(producer.take(SIZE, 1, no_refit))
         wait_for(lambda: num_asked(fake) == before + SIZE)
         push(pool, 2, (fake,))
-        trained += rows_of(producer.take(SIZE, 2, None, no_refit))
+        trained += rows_of(producer.take(SIZE, 2, no_refit))
         producer.close()
     assert trained == order(config, 3 * SIZE)
 
@@ -228,7 +226,7 @@ def test_requests_name_their_version_where_a_push_keeps_prefixes(config: Config,
         producer = started(config, pool)
         for version in range(2):
             push(pool, version, (fake,))
-            producer.take(SIZE, version, None, no_refit)
+            producer.take(SIZE, version, no_refit)
         wait_for(lambda: num_asked(fake) == 3 * SIZE)
         producer.close()
     keys = [body["extra_key"] for body in fake.bodies("/generate")]
@@ -240,13 +238,13 @@ def test_groups_that_are_too_old_are_dropped_and_counted(config: Config, fake: A
     with external(fake) as pool:
         push(pool, 0, (fake,))
         producer = started(config, pool)
-        producer.take(SIZE, 0, None, no_refit)
+        producer.take(SIZE, 0, no_refit)
         wait_for(lambda: all(item["responses"] for item in producer.state_dict()["backlog"]))
         state = producer.state_dict()
         producer.close()
         push(pool, 5, (fake,))
-        producer = started(config, pool, state, version=5)
-        groups = producer.take(SIZE, 5, None, no_refit)
+        producer = started(config, pool, state)
+        groups = producer.take(SIZE, 5, no_refit)
         producer.close()
     assert producer.measures["dropped_groups"] == SIZE
     assert rows_of(groups) == order(config, 3 * SIZE)[2 * SIZE :]
@@ -276,7 +274,7 @@ def test_a_group_whose_requests_time_out_is_dropped_or_asked_again(
         producer = started(config, pool, timeout=scaled(1))
         taken, counted = [], []
         for version in range(3):
-            taken += rows_of(producer.take(SIZE, version, None, no_refit))
+            taken += rows_of(producer.take(SIZE, version, no_refit))
             counted.append(producer.measures["timed_out_groups"])
             wait_for(lambda: state(pool, fake.url) is State.HEALTHY)  # a time-out is suspicious
             push(pool, version + 1, (fake,))
@@ -295,7 +293,7 @@ def test_a_step_in_which_everything_times_out_ends_the_run(config: Config, fake:
         push(pool, 0, (fake,))
         producer = started(config, pool, timeout=0.1)
         with pytest.raises(RolloutServerError, match=f"algorithm.prompts_per_step={SIZE} "):
-            producer.take(SIZE, 0, None, no_refit)
+            producer.take(SIZE, 0, no_refit)
         producer.close()
 
 
@@ -305,11 +303,7 @@ def test_further_groups_of_a_step_may_start_at_once(config: Config, fake: Any) -
     with external(fake) as pool:
         push(pool, 0, (fake,))
         producer = started(config, pool)
-        seen = [
-            row
-            for count in (SIZE, 1, 2)
-            for row in rows_of(producer.take(count, 0, None, no_refit))
-        ]
+        seen = [row for count in (SIZE, 1, 2) for row in rows_of(producer.take(count, 0, no_refit))]
         producer.close()
     assert seen == order(config, SIZE + 3)
 
@@ -322,7 +316,7 @@ def test_servers_without_weights_are_refitted(config: Config, fake: Any) -> None
         def refit() -> None:
             refits.append(push(pool, 0, (fake,)))
 
-        assert len(producer.take(SIZE, 0, None, refit)) == SIZE
+        assert len(producer.take(SIZE, 0, refit)) == SIZE
         producer.close()
     assert refits == [[fake.url]]
 
@@ -334,8 +328,8 @@ def test_a_server_with_other_weights_gets_no_requests_until_a_push(
     with external(fake) as pool:
         push(pool, 7, (fake,))
         fake.weight_version = "3"  # it restarted with another run's weights
-        producer = started(config, pool, version=7)
-        groups = producer.take(SIZE, 7, None, lambda: [push(pool, 7, (fake,))].clear())
+        producer = started(config, pool)
+        groups = producer.take(SIZE, 7, lambda: [push(pool, 7, (fake,))].clear())
         producer.close()
     versions = {e.response.weight_version for g in groups for e in g.episodes}
     assert versions == {"7"}
@@ -348,7 +342,7 @@ def test_errors_of_the_producer_are_raised_by_the_trainer(config: Config, fake: 
         fake.refused["/generate"] = {1}
         producer = started(config, pool)
         with pytest.raises(RolloutRequestError, match="refused as scripted"):
-            producer.take(SIZE, 0, None, no_refit)
+            producer.take(SIZE, 0, no_refit)
         producer.close()
 
 
@@ -360,18 +354,18 @@ def test_the_process_ends_with_the_trainer_and_its_death_is_one_sentence(
     with external(fake) as pool:
         push(pool, 0, (fake,))
         producer = started(config, pool)
-        assert len(producer.take(SIZE, 0, None, no_refit)) == SIZE
+        assert len(producer.take(SIZE, 0, no_refit)) == SIZE
         process = psutil.Process(producer._process.pid)
         children = process.children(recursive=True)
         assert children, "its rewards"
         process.kill()
         with pytest.raises(RolloutServerError, match=r"ended with SIGKILL; .*checkpoint"):
-            producer.take(SIZE, 1, None, no_refit)
+            producer.take(SIZE, 1, no_refit)
         psutil.wait_procs(children, 30)
         assert not any(child.is_running() for child in children)
 
         producer = started(config, pool)
-        producer.take(SIZE, 0, None, no_refit)
+        producer.take(SIZE, 0, no_refit)
         producer.close()
         assert isinstance(producer._process, subprocess.Popen)
         assert producer._process.returncode == 0

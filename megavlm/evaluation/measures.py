@@ -1,4 +1,4 @@
-"""Evaluation of a policy on rows with known answers."""
+"""Measures of a policy on rows with known answers."""
 
 import time
 from collections import Counter
@@ -11,8 +11,6 @@ from megavlm.evaluation.baselines import Known, exchange_images
 from megavlm.evaluation.result import EvaluationResult, Measure, measure
 from megavlm.inference.protocol import Sampling
 
-PROMPTS_AT_ONCE = 2048  # bounds the images in memory
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -24,7 +22,7 @@ class Answer:
 PlayFunction = Callable[[Sequence[Row], Sampling], Sequence[Answer]]
 
 
-def evaluate(
+def measure_policy(
     play: PlayFunction,
     rows: Sequence[Row],
     *,
@@ -45,10 +43,8 @@ def evaluate(
     categories = [row.category for row in rows]
     failures: Counter[str] = Counter()
 
-    def answers(questions: Sequence[Row], how: Sampling) -> list[Answer]:
-        starts = range(0, len(questions), PROMPTS_AT_ONCE)
-        parts = [questions[start : start + PROMPTS_AT_ONCE] for start in starts]
-        given = [answer for part in parts for answer in play(part, how)]
+    def answers(questions: Sequence[Row], how: Sampling) -> Sequence[Answer]:
+        given = play(questions, how)
         failures.update(answer.failure for answer in given if answer.failure)
         return given
 

@@ -1,0 +1,47 @@
+"""Groups of a recorded run (rollout.replay)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megavlm.observability.phases import Phases
+from megavlm.rollout.recorded import RecordedRollouts
+from megavlm.rollout.sampler import Refit, Sampler
+from megavlm.rollout.trajectory import Group
+
+
+class ReplaySource:
+    """Implements GroupSource. A replay draws no prompts, so that the position in the data and the
+    groups that wait there are as they were at its start.
+    """
+
+    def __init__(self, sampler: Sampler, folder: str, phases: Phases) -> None:
+        self._sampler, self._folder, self._phases = sampler, folder, phases
+        self._stream = sampler.prompt_stream()
+        self._backlog: list[Any] = []
+        self.measures: dict[str, float] = {}
+
+    def take(self, count: int, version: int, refit: Refit | None) -> list[Group]:
+        """Return all groups of the recorded step. Raises ValueError as RecordedRollouts.load does,
+        and if the step has too few groups.
+        """
+        sampler, step = self._sampler, version + 1
+        with self._phases("rollout"):
+            recorded = RecordedRollouts(self._folder)
+            groups = recorded.load(step, sampler.rows, sampler.processor)
+        if len(groups) < count:
+            raise ValueError(
+                f"rollout.replay={self._folder} has {len(groups)} groups in step {step}, fewer "
+                f"than algorithm.prompts_per_step={count}: lower that"
+            )
+        self.measures = self._stream.measures
+        return groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._stream.state_dict(), "backlog": self._backlog}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._stream.load_state_dict(state)
+        self._backlog = list(state["backlog"])
+
+    def close(self) -> None:
+        self._stream.close()

@@ -1,0 +1,132 @@
+"""The sampler: all that makes groups from rows. Training, the producer of rollouts, evaluation and
+`megavlm rollout` build it alike.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from megavlm.config.algorithm import SFT
+from megavlm.config.schema import Config
+from megavlm.data.loader import PromptStream, held_for
+from megavlm.data.processor import Processor
+from megavlm.data.rows import Row, Rows
+from megavlm.families import family_of
+from megavlm.inference.client import RolloutClient
+from megavlm.inference.protocol import Sampling, adapter_name
+from megavlm.rollout.episodes import EpisodeRunner, Generate
+from megavlm.rollout.rewards import make_reward_manager
+from megavlm.rollout.trajectory import Group
+
+Refit = Callable[[], None]  # pushes the weights to servers that restarted
+
+ROWS_AT_ONCE = 2048  # bounds the images in memory while rows are played
+
+
+class Sampler:
+    """The processor, the training and test rows and, with a client, the episodes with their
+    rewards.
+    """
+
+    episodes: EpisodeRunner  # with a client
+
+    def __init__(self, config: Config, client: RolloutClient | None) -> None:
+        """Load the processor, the rows, the environment and the rewards. client: Client of the
+        rollout servers; None in a run that generates nothing. Raises ValueError if one of them
+        cannot be loaded.
+        """
+        self.config, data = config, config.data
+        self.processor = Processor(config.model.folder, data, family_of(config.model.folder))
+        self.rows, self.test_rows = Rows(data.train_files, data), Rows(data.test_files, data)
+        self.sampling = sampling(config, self.processor)
+        self._client = client
+        if client is not None:
+            self.episodes = EpisodeRunner(
+                config, self.processor, make_reward_manager(config), client.runner
+            )
+
+    @property
+    def client(self) -> RolloutClient:
+        assert self._client is not None, "this run has no rollout servers"
+        return self._client
+
+    def prompt_stream(self) -> PromptStream:
+        """Return the stream of the training prompts, at its start. The caller closes it."""
+        config, algorithm = self.config, self.config.algorithm
+        is_sft = isinstance(algorithm, SFT)
+        return PromptStream(
+            self.rows,
+            self.processor.supervised_prompt if is_sft else self.processor.prompt,
+            config.data,
+            seed=config.run.seed,
+            # Prompts are read in batches of one step, so that an image is processed once per step.
+            batch_size=(
+                algorithm.batch_size if isinstance(algorithm, SFT) else algorithm.prompts_per_step
+            ),
+            held="nothing" if is_sft else held_for(config.rollout),
+        )
+
+    def generate(
+        self, how: Sampling, version: int | None, refit: Refit | None, *, skip: bool = False
+    ) -> Generate:
+        """Return the client's `generate` with the sampling parameters `how`.
+
+        version: Weight version that must generate the responses; None accepts any. refit: Pushes
+        the weights to servers that restarted. skip: Leave out groups whose requests time out.
+        """
+        return partial(
+            self.client.generate,
+            sampling=at_version(self.config, how, version),
+            weight_version=version,
+            refit=refit,
+            skip_timed_out=skip,
+        )
+
+    def play_rows(
+        self,
+        rows: Sequence[Row],
+        n: int,
+        how: Sampling,
+        version: int | None = None,
+        refit: Refit | None = None,
+    ) -> Iterator[Group]:
+        """Play n episodes from each row, and yield the groups in the order of the rows. A group has
+        no episodes if they could not start. The arguments are as in `generate`.
+        """
+        generate = self.generate(how, version, refit)
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            groups = [Group(self.processor.prompt(row)) for row in rows[start:][:ROWS_AT_ONCE]]
+            self.episodes.start(groups, n)
+            self.episodes.take_skipped()  # they are counted for training prompts only
+            self.episodes.play(groups, generate)
+            yield from groups
+
+    def close(self) -> None:
+        """End the processes of the environment and the rewards."""
+        if self._client is not None:
+            self.episodes.close()
+
+
+def sampling(config: Config, processor: Processor) -> Sampling:
+    """Return the sampling parameters of a recipe's rollouts."""
+    rollout = config.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        max_new_tokens=rollout.max_new_tokens,
+        vocab_size=processor.vocab_size,
+        suppressed_ids=processor.suppressed_ids if rollout.suppress_special_tokens else (),
+        stop_ids=processor.stop_ids,
+    )
+
+
+def at_version(config: Config, how: Sampling, version: int | None) -> Sampling:
+    """Return sampling parameters for one weight version. If servers hold LoRA adapters, they name
+    the version's adapter; if a push does not empty the prefix cache, they get a cache key of their
+    own.
+    """
+    if version is None:
+        return how
+    adapter = None if config.rollout.lora == "merged" else adapter_name(version)
+    key = str(version) if config.rollout.pause == "in_place" else None
+    return replace(how, adapter=adapter, cache_key=key)
