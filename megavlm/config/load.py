@@ -27,16 +27,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ValueError, in one sentence, for an unreadable file, an unknown key (with the nearest
     known one), a value of the wrong type, or a broken rule.
     """
-    try:
-        recipe = read_recipe(Path(path))
-        raw = OmegaConf.merge(recipe, *(parse_override(item) for item in overrides))
-        assert isinstance(raw, DictConfig)
-        return build(raw)
-    except RecursionError as error:
-        raise ValueError(
-            f"{path} or its overrides have lists or mappings in each other that are too deep to "
-            "read: look for brackets that are not closed"
-        ) from error
+    recipe = read_recipe(Path(path))
+    raw = OmegaConf.merge(recipe, *(parse_override(item) for item in overrides))
+    assert isinstance(raw, DictConfig)
+    return build(raw)
 
 
 def build(raw: DictConfig | Mapping[str, Any]) -> Config:

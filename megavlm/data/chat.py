@@ -271,7 +271,7 @@ def _listed(value: object) -> Sequence[Any]:
 def _from_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{where}: {text!r:.80} is not JSON ({error})") from error
 
 

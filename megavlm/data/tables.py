@@ -258,8 +258,7 @@ class ListTable(_TextTable):
     """A JSON file: one list of objects."""
 
     def read(self, block: int, columns: Sequence[str] | None) -> "ListBlock":
-        content = self._content(block)
-        return ListBlock(json.loads(b"[%b]" % content), _may_have_half_pairs(content))
+        return ListBlock(json.loads(b"[%b]" % self._content(block)))
 
     def _records(self, stream: IO[bytes]) -> Iterator[tuple[int, int]]:
         """Iterate over the bounds of the objects, with little more than one object in memory."""
@@ -273,7 +272,7 @@ class ListTable(_TextTable):
                     text.take(",")
             text.take("]")
             text.end()
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(
                 f"{self._file.url}: not a JSON list of objects, or an object on each line ({error})"
             ) from error
@@ -341,17 +340,11 @@ class _JsonText:
 class ListBlock:
     fills_nulls: ClassVar[bool] = False
 
-    def __init__(self, records: Sequence[dict[str, Any]], checked: bool) -> None:
-        self._records, self._checked = records, checked
+    def __init__(self, records: Sequence[dict[str, Any]]) -> None:
+        self._records = records
 
     def record(self, index: int) -> dict[str, Any]:
-        record = self._records[index]
-        if self._checked:
-            try:
-                json.dumps(record, ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                raise _half_pair("object", error) from error
-        return dict(record)
+        return dict(self._records[index])
 
 
 class LinesBlock:
@@ -364,26 +357,11 @@ class LinesBlock:
         line = self._lines[index]
         try:
             record = json.loads(line.decode("utf-8-sig"))
-            if _may_have_half_pairs(line):
-                json.dumps(record, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise _half_pair("line", error) from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(f"the line is not JSON ({error})") from error
         if not isinstance(record, Mapping):
             raise ValueError("the line is not a JSON object")
         return dict(record)
-
-
-def _may_have_half_pairs(content: bytes) -> bool:
-    return b"\\ud" in content or b"\\uD" in content
-
-
-def _half_pair(what: str, error: UnicodeEncodeError) -> ValueError:
-    return ValueError(
-        f"the {what} has half a surrogate pair, {error.object[error.start]!a}, which is no "
-        "character: remove it"
-    )
 
 
 def _begins_lines(content: bytes) -> bool:

@@ -147,15 +147,15 @@ def managed_servers(config: Config, model_folder: str | Path) -> list[ManagedSer
 
 
 def server_gpus(rollout: Rollout, num_gpus: int, num_trainers: int) -> Sequence[int]:
-    """Return the first GPU of each server; 0 on a machine without GPUs.
+    """Return the first GPU of each server; 0 on a machine without GPUs if none are named.
 
     num_trainers: Number of trainer ranks on this machine; they use the first GPUs. Raises
     ValueError if the servers' GPUs do not exist, or are the trainer's without colocate=true.
     """
     size, needed = rollout.tensor_parallel, rollout.servers * rollout.tensor_parallel
-    if num_gpus == 0:
+    if num_gpus == 0 and not rollout.gpus:
         return [0] * rollout.servers
-    if size > num_gpus:
+    if size > num_gpus and not rollout.gpus:
         raise ValueError(
             f"rollout.tensor_parallel={size} is more than the {num_gpus} GPUs of this machine, on "
             "which servers of rollout.mode=managed stay: lower it, or start them on rollout nodes "

@@ -25,7 +25,7 @@ ABORT = "abort"
 ADAPTER_PREFIX = "megavlm-"
 # Exceptions of parsing an answer of another form. OverflowError: JSON's 1e999 is read as infinity,
 # and int() of it overflows.
-MALFORMED = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
+MALFORMED = (KeyError, TypeError, ValueError, OverflowError)
 Body = bytes | memoryview  # a part of a request's body
 TextOf = Callable[["ProcessedImage"], Body]  # returns an image as a JSON string
 

@@ -24,7 +24,6 @@ Fault = Literal[
     "NaN",
     "1e999",
     "long number",
-    "too deep",
     "few",
     "hang",
     "slow body",
@@ -245,8 +244,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(200, content[: len(content) // 2])
         elif fault in _IN_PLACE:
             self._reply(200, content.replace(*_IN_PLACE[fault]))
-        elif fault == "too deep":
-            self._reply(200, b"[" * 100_000)
         elif fault == "head only":
             self._head(200, len(content))
             fake.closed.wait()

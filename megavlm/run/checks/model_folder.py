@@ -39,7 +39,7 @@ def check_model(folder: Path, config: Config) -> Values:
     _check_fetched(folder)
     values = _read_json(folder, "config.json")
     model_type = values.get("model_type")
-    if model_type not in list(FAMILIES):  # a list, because the value may be unhashable
+    if model_type not in FAMILIES:
         raise ValueError(
             f"model.folder={folder} holds a model of type {model_type!r}, which is not supported: "
             f"use one of {', '.join(FAMILIES)}"
@@ -59,11 +59,6 @@ def check_model(folder: Path, config: Config) -> Values:
             f"merge them (megavlm-convert lora-merge {folder} OUTPUT --adapter {folder}), or move "
             "them away"
         )
-    for path in sorted(folder.iterdir()):
-        if path.is_symlink() and not path.exists():
-            raise ValueError(
-                f"model.folder={folder} has a broken link, {path.name}: download the file"
-            )
     if not (folder / "tokenizer.json").is_file() and not (
         (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
     ):

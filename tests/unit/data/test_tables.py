@@ -58,12 +58,9 @@ def test_jsonl_s_escapes_and_byte_order_mark(tmp_path: Path) -> None:
     [
         ("{", r"x\.jsonl:1: the line is not JSON"),
         ("[1]", r"x\.jsonl:1: the line is not a JSON object"),
-        ("[" * 100_000, r"x\.jsonl:1: the line is not JSON"),
         ('{"problem": "q"}', r"x\.jsonl:1: 'answer' is None; it must be text"),
         ('{"problem": "q", "answer": NaN}', r"x\.jsonl:1: 'answer' is None; it must be text"),
         ('{"problem": NaN, "answer": "a"}', r"x\.jsonl:1: 'problem' is None; it must be text"),
-        (r'{"problem": "a \ud800 b"}', r"x\.jsonl:1: .* half a surrogate pair, '\\ud800', which"),
-        (r'{"problem": "q", "answer": "\uDFFF"}', r"x\.jsonl:1: .* pair, '\\udfff', which"),
         ('{"problem": "\udce9"}', r"x\.jsonl:1: the line is not JSON .*can't decode byte 0xe9"),
         ('{"problem": "\udced\udca0\udc80"}', r"x\.jsonl:1: the line is not JSON .*decode"),
     ],
@@ -419,7 +416,6 @@ def test_a_json_file_may_have_an_object_on_each_line(tmp_path: Path) -> None:
         ('[{"problem": "q}]', "object at byte 1: Unterminated string"),
         ('[{"problem": "q"}] x', "byte 19: 'x' after the list"),
         ('[{"problem": "\udce9"}]', "can't decode byte 0xe9"),
-        ("[" + '{"a":' * 100_000, "recursion"),
         ("", r"byte 0: '' in place of '\['"),
     ],
     ids=lambda x: x[:20],
@@ -428,13 +424,6 @@ def test_a_json_file_of_another_form_is_refused(tmp_path: Path, text: str, messa
     path = tmp_path / "x.json"
     path.write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match=rf"x\.json: not a JSON list .*{message}"):
-        read_rows([str(path)])
-
-
-def test_half_a_pair_in_a_json_list_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text('[{"problem": "q", "answer": "a"}, {"problem": "\\ud800", "answer": "a"}]')
-    with pytest.raises(ValueError, match=r"x\.json:1: the object has half a surrogate pair"):
         read_rows([str(path)])
 
 

@@ -77,8 +77,7 @@ def test_connections_are_kept_between_rollouts() -> None:
         assert fake.num_connections == 1
 
 
-MALFORMED: list[Fault] = ["garbage", "wrong form", "cut", "NaN", "1e999", "long number"]
-MALFORMED += ["too deep", "few"]
+MALFORMED: list[Fault] = ["garbage", "wrong form", "cut", "NaN", "1e999", "long number", "few"]
 
 
 @pytest.mark.parametrize("fault", ["500", "reset", "hang", "slow body", *MALFORMED])

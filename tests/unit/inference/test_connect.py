@@ -78,24 +78,26 @@ def test_servers_on_shared_gpus_are_waited_for(
 def test_gpus(write_recipe: Any, keys: dict[str, Any], trainers: int, first: list[int]) -> None:
     rollout = load(write_recipe(rollout=keys)).rollout
     assert list(server_gpus(rollout, 8, trainers)) == first
-    assert list(server_gpus(rollout, 0, trainers)) == [0] * rollout.servers
+    if not rollout.gpus:
+        assert list(server_gpus(rollout, 0, trainers)) == [0] * rollout.servers
 
 
 @pytest.mark.parametrize(
-    ("keys", "trainers", "sentence"),
+    ("keys", "num_gpus", "trainers", "sentence"),
     [
-        ({"tensor_parallel": 4}, 5, r"would take GPUs \[5, 6, 7, 8\] .* has 8 and trains on 5"),
-        ({"tensor_parallel": 16}, 8, "16 is more than the 8 GPUs of this machine, on which"),
-        ({"tensor_parallel": 16, "colocate": True}, 8, "managed stay: lower it"),
-        ({"gpus": [8]}, 4, r"would take GPUs \[8\]"),
-        ({"gpus": [3]}, 4, r"rollout\.gpus=\[3\] names GPUs of the 4 trainer ranks"),
+        ({"tensor_parallel": 4}, 8, 5, r"would take GPUs \[5, 6, 7, 8\] .* has 8 and trains on 5"),
+        ({"tensor_parallel": 16}, 8, 8, "16 is more than the 8 GPUs of this machine, on which"),
+        ({"tensor_parallel": 16, "colocate": True}, 8, 8, "managed stay: lower it"),
+        ({"gpus": [8]}, 8, 4, r"would take GPUs \[8\]"),
+        ({"gpus": [0]}, 0, 2, r"would take GPUs \[0\] of this machine, which has 0 and"),
+        ({"gpus": [3]}, 8, 4, r"rollout\.gpus=\[3\] names GPUs of the 4 trainer ranks"),
     ],
 )
 def test_gpus_that_are_not_there_or_taken(
-    write_recipe: Any, keys: dict[str, Any], trainers: int, sentence: str
+    write_recipe: Any, keys: dict[str, Any], num_gpus: int, trainers: int, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
-        server_gpus(load(write_recipe(rollout=keys)).rollout, 8, trainers)
+        server_gpus(load(write_recipe(rollout=keys)).rollout, num_gpus, trainers)
 
 
 def server_args(recipe: Path, device: str) -> Mapping[str, Any]:

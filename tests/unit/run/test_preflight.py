@@ -73,10 +73,6 @@ def _missing_shard(folder: Path) -> None:
             ),
             "holds quantised weights (fp8), which cannot be trained: take the model in bfloat16",
         ),
-        (
-            lambda folder: (folder / "generation_config.json").symlink_to("gone"),
-            "has a broken link, generation_config.json",
-        ),
     ],
 )
 def test_a_model_folder_is_complete(
@@ -137,21 +133,11 @@ def test_a_checkpoint_is_of_the_model(
         assert message in refused(write_recipe(), override)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["rollout.server_args.mem_fraction=0.5"],
-            "rollout.server_args.mem_fraction is not an option of the installed SGLang: did you "
-            "mean mem_fraction_static?",
-        ),
-        (["rollout.gpus=[999]"], "rollout.gpus=[999] names GPUs for the servers, and this machine"),
-    ],
-)
-def test_servers_can_be_started(
-    write_recipe: WriteRecipe, overrides: list[str], message: str
-) -> None:
-    assert message in refused(write_recipe(), *overrides)
+def test_options_of_servers_are_sglangs(write_recipe: WriteRecipe) -> None:
+    assert refused(write_recipe(), "rollout.server_args.mem_fraction=0.5").startswith(
+        "rollout.server_args.mem_fraction is not an option of the installed SGLang: did you "
+        "mean mem_fraction_static?"
+    )
     check(write_recipe(), "rollout.server_args={--mem-fraction-static: 0.5, max_total_tokens: 9}")
 
 
