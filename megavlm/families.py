@@ -6,7 +6,9 @@ A family is a package with four modules. A new family adds these, and a line in 
                 `served_config`, if servers read values that transformers does not write
     mapping.py  `mapping`: entries that map hub tensors to this model's tensors
     vision.py   `VisionTower`
-    inputs.py   `video_tokens`, `extra_inputs`: videos in prompts and as inputs of transformers
+    inputs.py   `images`, `positions` and `model_inputs`: how images become pixels and tokens, the
+                positions of tokens, and inputs of transformers' model; `videos`, if prompts may
+                have some
 
 They are imported when they are first used, so that a process that checks a recipe or prepares
 prompts does not import megatron-core.
@@ -14,7 +16,7 @@ prompts does not import megatron-core.
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -59,19 +61,40 @@ class Family:
         """Return the vision tower (common.tower.Tower), randomly initialised."""
         return self._module("vision").VisionTower(vision_config)
 
-    def video_tokens(self, hf_config: Any, processor: Any, merge_size: int) -> Any:
-        """Return the format of videos in prompts (data.videos.VideoTokens).
+    def images(self, hf_config: Any, processor: Any, data: Any, cache: Any) -> Any:
+        """Return the images of prompts (data.image_processing.ImageProcessor).
 
         processor: transformers' processor.
-        merge_size: Number of patches along each side of a language token.
-        """
-        return self._module("inputs").video_tokens(hf_config, processor, merge_size)
+        data: The section `data` of a recipe, with the bounds on pixels.
+        cache: The data.image_processing.ImageCache of recent images.
 
-    def extra_inputs(self, videos: Sequence[Any]) -> dict[str, Any]:
-        """Return the tensors that transformers' model takes in addition to patches and grids, for
-        the videos (data.videos.ProcessedVideo) of one prompt.
+        Raises ValueError for bounds that the family or the model folder does not allow.
         """
-        return self._module("inputs").extra_inputs(videos)
+        return self._module("inputs").images(hf_config, processor, data, cache)
+
+    def videos(self, hf_config: Any, processor: Any, cache: Any) -> Any:
+        """Return the videos of prompts (data.videos.VideoProcessor), or None for a family without
+        `videos`.
+        """
+        make = getattr(self._module("inputs"), "videos", None)
+        return None if make is None else make(hf_config, processor, cache)
+
+    def positions(self, hf_config: Any) -> Callable[[Any, Sequence[Any]], tuple[Any, int]]:
+        """Return a function of token ids [T] and the images and videos that they show, which
+        returns the positions [3, T] (time, height, width) and the next position. Without M-RoPE the
+        three are equal (data.positions.plain_positions).
+        """
+        return self._module("inputs").positions(hf_config)
+
+    def model_inputs(
+        self, hf_config: Any, token_ids: Any, positions: Any, images: Sequence[Any]
+    ) -> dict[str, Any]:
+        """Return the inputs of transformers' model for one sequence, in addition to its tokens.
+
+        token_ids: [T], at positions [3, T].
+        images: The images and videos that they show.
+        """
+        return self._module("inputs").model_inputs(hf_config, token_ids, positions, images)
 
     def served_config(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of a config.json, completed by values that SGLang reads and

@@ -1,5 +1,5 @@
-"""Resized images as RGB pixels, and their conversion to a file for the rollout server and to
-patches for the vision tower.
+"""Processed images: RGB frames, the picture that rollout servers are sent, and the patches that a
+vision tower takes. How an image becomes frames is its family's (`Family.images`).
 """
 
 import base64
@@ -26,7 +26,8 @@ _URL = b'"data:image/x-portable-pixmap;base64,'  # with the opening quote of a J
 
 @dataclass(frozen=True)
 class PatchFormat:
-    """Format of a tower's input: how pixels 0 to 255 are normalised, and how patches are cut.
+    """Format of a tower's input: how pixels 0 to 255 of frames are normalised, and how patches are
+    cut. A frame is an image, a tile of one, or a frame of a video.
 
     mean, std: Mean and standard deviation of each RGB channel.
     patch: Side of a patch in pixels.
@@ -46,10 +47,10 @@ class PatchFormat:
         return cls(**{**values, "mean": tuple(values["mean"]), "std": tuple(values["std"])})
 
     @classmethod
-    def of(cls, processor: Any) -> "PatchFormat":
-        """Return the format of transformers' Qwen2VLImageProcessor or of a video processor.
+    def of(cls, processor: Any, *, patch: int, temporal: int, merge: int) -> "PatchFormat":
+        """Return the format with the mean and the deviation of a processor of transformers.
 
-        Raises ValueError for a processor that does not normalise; every Qwen-VL model's does.
+        Raises ValueError for a processor that does not normalise.
         """
         if not (processor.do_rescale and processor.do_normalize):
             raise ValueError("its image processor has do_rescale or do_normalize off; set both")
@@ -58,13 +59,7 @@ class PatchFormat:
             tuple((torch.tensor(x) * (1.0 / processor.rescale_factor)).tolist())
             for x in (processor.image_mean, processor.image_std)
         )
-        return cls(
-            mean,
-            std,
-            processor.patch_size,
-            processor.temporal_patch_size,
-            processor.merge_size,
-        )
+        return cls(mean, std, patch, temporal, merge)
 
     def grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Return the grid (t, h, w) in patches of `frames` frames of height x width pixels."""
@@ -87,16 +82,19 @@ class PatchFormat:
 
 @dataclass(frozen=True, eq=False)
 class ProcessedImage:
-    """A resized image, for the rollout server and for the tower. `ProcessedVideo` extends it."""
+    """An image for the rollout server and for the tower. `ProcessedVideo` extends it."""
 
     is_video: ClassVar[bool] = False
 
     key: str  # SHA-256 of size and RGB pixels: identifies the content
-    # [F, H, W, 3] uint8, F = 1 for an image; the server's own resize does not change it. On the
-    # meta device if only `request_text` holds the pixels, or if they were dropped.
+    # [F, H, W, 3] uint8: frames for the tower, F = 1 for an image without tiles. On the meta device
+    # if only `request_text` holds the pixels, or if they were dropped.
     pixels: Tensor
     format: PatchFormat
     digest: bytes = field(default=b"", kw_only=True)  # SHA-256 of its file, as stored
+    # [H, W, 3] uint8: the picture that servers are sent and records show. Whatever the server does
+    # with it must give the frames again. None: the first frame.
+    picture: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -107,6 +105,11 @@ class ProcessedImage:
     def num_patches(self) -> int:
         return math.prod(self.grid)
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that its features replace."""
+        return self.num_patches // self.format.merge**2
+
     def patches(self, device: torch.device = CPU) -> Tensor:
         """Return the tower's input [P, patch_dim] float32 on a device, equal to AutoProcessor's
         pixel_values. Pixels are moved to the device as uint8, with an eighth of the input's bytes.
@@ -114,34 +117,50 @@ class ProcessedImage:
         return self.format.cut(self.content.to(device, non_blocking=True))
 
     def png(self) -> bytes:
-        """Return the first frame as a PNG file."""
+        """Return the picture as a PNG file."""
         file = BytesIO()
         # Lossless at any setting; the lowest compression is the fastest.
-        Image.fromarray(self.content[0].numpy()).save(file, "PNG", compress_level=1)
+        Image.fromarray(self._shown.numpy()).save(file, "PNG", compress_level=1)
         return file.getvalue()
 
     def ppm(self) -> tuple[bytes, memoryview]:
-        """Return the first frame as a PPM file in two parts: the header, and the raw pixels. A PPM
-        file is written and read an order of magnitude faster than a PNG file
+        """Return the picture as a PPM file in two parts: the header, and the raw pixels. A PPM file
+        is written and read an order of magnitude faster than a PNG file
         (tests/benchmarks/bench_images.py).
         """
-        return self._ppm_header, self.content[0].numpy().data
+        return self._ppm_header, self._shown.numpy().data
+
+    @property
+    def _shown(self) -> Tensor:
+        """The picture [H, W, 3], decoded from `request_text` if the pixels were dropped."""
+        shown = self._picture
+        if not shown.is_meta:
+            return shown
+        assert "request_text" in vars(self), "no pixels are left"
+        file = bytearray(base64.b64decode(self.request_text.numpy().data[len(_URL) : -1]))
+        pixels = torch.frombuffer(file, dtype=torch.uint8, offset=len(self._ppm_header))
+        return pixels.view(shown.shape)
+
+    @property
+    def _picture(self) -> Tensor:
+        return self.pixels[0] if self.picture is None else self.picture
 
     @property
     def _ppm_header(self) -> bytes:
-        return b"P6 %d %d 255\n" % (self.pixels.shape[2], self.pixels.shape[1])
+        height, width, _ = self._picture.shape
+        return b"P6 %d %d 255\n" % (width, height)
 
     @cached_property
     def request_text(self) -> Tensor:
-        """The first frame for requests to servers on other machines: a data: URL of a PPM file,
-        encoded as a JSON string [n] uint8.
+        """The picture for requests to servers on other machines: a data: URL of a PPM file, encoded
+        as a JSON string [n] uint8.
         """
         text = b"".join((_URL, base64.b64encode(b"".join(self.ppm())), b'"'))
         return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     @cached_property
     def for_request(self) -> "ProcessedImage":
-        """The image with its pixels only in `request_text`."""
+        """The image with its picture only in `request_text`, and without other pixels."""
         image = dataclasses.replace(self.for_plan)
         vars(image)["request_text"] = self.request_text
         return image
@@ -149,98 +168,69 @@ class ProcessedImage:
     @cached_property
     def for_plan(self) -> "ProcessedImage":
         """The image without its pixels; the ranks read them from the data files again."""
-        meta = torch.empty(self.pixels.shape, dtype=torch.uint8, device="meta")
-        return dataclasses.replace(self, pixels=meta)
+        picture = None if self.picture is None else _without_memory(self.picture)
+        return dataclasses.replace(self, pixels=_without_memory(self.pixels), picture=picture)
 
     @property
     def content(self) -> Tensor:
-        """Pixels [F, H, W, 3], decoded from `request_text` if they were dropped."""
-        if not self.pixels.is_meta:
-            return self.pixels
-        assert "request_text" in vars(self), "no pixels are left"
-        file = bytearray(base64.b64decode(self.request_text.numpy().data[len(_URL) : -1]))
-        pixels = torch.frombuffer(file, dtype=torch.uint8, offset=len(self._ppm_header))
-        return pixels.view(1, *self.pixels.shape[1:])
+        """Frames [F, H, W, 3]; of an image without tiles also after `for_request`."""
+        if self.pixels.is_meta and self.picture is None:
+            return self._shown[None]
+        assert not self.pixels.is_meta, "no frames are left"
+        return self.pixels
+
+
+def _without_memory(pixels: Tensor) -> Tensor:
+    return torch.empty(pixels.shape, dtype=torch.uint8, device="meta")
 
 
 class ImageProcessor:
-    """Image processor of a model folder, with tighter pixel bounds and a cache of recent images."""
+    """Images of a family's prompts, with a cache of recent ones. A family defines `process` and
+    `num_patches`, and `prompt_ids` if its prompts show further tokens for an image.
 
-    def __init__(
-        self,
-        image_processor: Any,  # transformers' Qwen2VLImageProcessor
-        *,
-        min_pixels: int | None,
-        max_pixels: int | None,
-        cache: "ImageCache",
-    ) -> None:
-        """Set the bounds on the number of pixels of a resized image; None uses the folder's bound.
+    token_id: The token that a chat template writes for an image, and that features replace.
+    format: Format of the tower's input.
+    """
 
-        Raises ValueError for bounds wider than the folder's: the rollout server applies the
-        folder's bounds and would resize the images again. Also raises ValueError as
-        `PatchFormat.of` does.
-        """
-        smallest = image_processor.size["shortest_edge"]
-        largest = image_processor.size["longest_edge"]
-        low = smallest if min_pixels is None else min_pixels
-        high = largest if max_pixels is None else max_pixels
-        if not smallest <= low <= high <= largest:
-            raise ValueError(
-                f"data.min_pixels={low}, data.max_pixels={high}: they must lie in this order "
-                f"within {smallest} to {largest}, the bounds of the model folder's image "
-                "processor, which the rollout server applies again"
-            )
-        self.merge_size: int = image_processor.merge_size
-        self._processor = image_processor
-        self._format = PatchFormat.of(image_processor)
-        self._low, self._high = low, high
-        self._cache = cache
+    def __init__(self, token_id: int, format_: PatchFormat, cache: "ImageCache") -> None:
+        self.token_id, self.format, self._cache = token_id, format_, cache
+
+    def process(self, picture: Image.Image) -> ProcessedImage:
+        """Return a decoded image as frames. Raises ValueError for one that cannot be used."""
+        raise AssertionError("a family defines how its images are processed")
+
+    def num_patches(self, width: int, height: int) -> int:
+        """Return the number of patches of an image of this size."""
+        raise AssertionError("a family defines how many patches an image has")
+
+    def prompt_ids(self, num_tokens: int) -> list[int]:
+        """Return the tokens of a prompt for an image whose features replace num_tokens of them."""
+        return [self.token_id] * num_tokens
 
     def image(self, data: bytes) -> ProcessedImage:
         """Decode and process an encoded image, or return it from the cache.
 
-        Raises ValueError for bytes that are not an image, and for an image so narrow that resizing
-        it twice gives another size than resizing it once.
+        Raises ValueError for bytes that are not an image, and as `process` does.
         """
         digest = hashlib.sha256(data).digest()
         image = self._cache.get(digest)
         if image is None:
-            image = dataclasses.replace(self._process(decode(data)), digest=digest)
+            image = dataclasses.replace(self.process(decode(data)), digest=digest)
             self._cache.put(digest, image)
         return image
 
-    def num_tokens(self, data: bytes) -> int:
-        """Return the image's number of tokens, from its header only. Raises ValueError for a header
-        that cannot be read.
+    def prompt_length(self, data: bytes) -> int:
+        """Return the number of tokens of a prompt for an image, from its header only. Raises
+        ValueError for a header that cannot be read.
         """
-        width, height = image_size(data)
-        bounds = {"min_pixels": self._low, "max_pixels": self._high}
-        patches = self._processor.get_number_of_image_patches(height, width, bounds)
-        return patches // self.merge_size**2
+        patches = self.num_patches(*image_size(data))
+        return len(self.prompt_ids(patches // self.format.merge**2))
 
-    def _process(self, image: Image.Image) -> ProcessedImage:
-        # Not the processor's own resize: its arguments differ between releases of transformers.
-        from transformers.image_processing_backends import TorchvisionBackend
-        from transformers.image_utils import SizeDict
-        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-
-        processor = self._processor
-        values = processor.process_image(image)[None]
-        side = processor.patch_size * processor.merge_size
-        height, width = values.shape[-2:]
-        height, width = smart_resize(height, width, side, self._low, self._high)
-        size = SizeDict(height=height, width=width)
-        resized = TorchvisionBackend.resize(processor, values, size, processor.resample)
-        pixels = resized.permute(0, 2, 3, 1).contiguous()
-        key = hashlib.sha256(f"{width}x{height}:".encode() + pixels.numpy().tobytes()).hexdigest()
-        processed = ProcessedImage(key, pixels, self._format)
-        # Rounding to whole patches can move a narrow image out of the bounds again.
-        if processor.get_number_of_image_patches(height, width, {}) != processed.num_patches:
-            raise ValueError(
-                f"an image of {image.width} x {image.height} pixels becomes {width} x {height}, "
-                "which the rollout server would resize again; crop it"
-            )
-        return processed
+    def processed(self, frames: Tensor, picture: Tensor | None = None) -> ProcessedImage:
+        """Return an image of frames [F, H, W, 3] uint8. picture: See `ProcessedImage`."""
+        size = f"{frames.shape[2]}x{frames.shape[1]}:".encode()
+        key = hashlib.sha256(size + frames.numpy().tobytes()).hexdigest()
+        return ProcessedImage(key, frames, self.format, picture=picture)
 
 
 class ImageCache:
@@ -265,7 +255,11 @@ class ImageCache:
             if digest in self._images:
                 return
             self._images[digest] = image
-            self._bytes += image.pixels.nbytes
+            self._bytes += _bytes_of(image)
             while self._bytes > self._max_bytes:
                 _, oldest = self._images.popitem(last=False)
-                self._bytes -= oldest.pixels.nbytes
+                self._bytes -= _bytes_of(oldest)
+
+
+def _bytes_of(image: ProcessedImage) -> int:
+    return image.pixels.nbytes + (0 if image.picture is None else image.picture.nbytes)

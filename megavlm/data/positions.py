@@ -1,4 +1,6 @@
-"""M-RoPE positions of text, images and videos: integers, computed once when a prompt is built."""
+"""Positions of text, images and videos: integers, computed once when a prompt is built. A token has
+three: time, height and width. They are equal for text, and for a family without M-RoPE.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -61,6 +63,13 @@ def mrope_positions(
     frame, line, column = patch // (h * w)[span], patch // w[span] % h[span], patch % w[span]
     positions[:, index] += torch.stack([(frame * steps[span]).long(), line, column])
     return positions, int(positions.max()) + 1
+
+
+def plain_positions(token_ids: Tensor, images: Sequence[object]) -> tuple[Tensor, int]:
+    """Return the positions [3, T] of token_ids [T] without M-RoPE, and the next position: vision
+    tokens count as text does.
+    """
+    return text_positions(len(token_ids), 0), len(token_ids)
 
 
 def text_positions(length: int, start: int) -> Tensor:

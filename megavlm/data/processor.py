@@ -14,9 +14,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from megavlm.config.data import Data
 from megavlm.data.chat_template import ChatTemplate, text_after_response
 from megavlm.data.image_processing import ImageCache, ImageProcessor, ProcessedImage
-from megavlm.data.positions import Span, mrope_positions
 from megavlm.data.rows import Row
-from megavlm.data.videos import VideoProcessor, VideoTokens
+from megavlm.data.videos import VideoProcessor
 from megavlm.families import Family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
@@ -43,10 +42,10 @@ class Prompt:
     """A row converted to tokens, up to the start of the response."""
 
     row: Row
-    token_ids: Tensor  # [T] int64, one vision token per merged patch
+    token_ids: Tensor  # [T] int64, one vision token per feature of the tower
     short_ids: tuple[int, ...]  # the same with one vision token per image or video
     positions: Tensor  # [3, T] int64
-    next_position: int  # M-RoPE position of the first response token
+    next_position: int  # position of the first response token
     images: tuple[ProcessedImage, ...]  # and videos (`is_video`), in the order of their tokens
     turns: tuple[LearntTurn, ...] = ()  # earlier turns that SFT learns in addition to the answer
     answer_ids: tuple[int, ...] = ()  # tokens of the answer that SFT learns
@@ -92,20 +91,19 @@ class Processor:
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
             processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
-            image_processor = processor.image_processor
-            self.image_token_id: int = config.image_token_id
-            self.video_token_id: int = config.video_token_id
-            self._video_tokens: VideoTokens = family.video_tokens(
-                config, processor, image_processor.merge_size
-            )
-            video_processor = processor.video_processor
+            self._tokenizer = processor.tokenizer
         except (OSError, ValueError, AttributeError) as error:
             raise ValueError(
-                f"model.folder: {folder} does not load as a Qwen-VL model with its processor "
-                f"({error})"
+                f"model.folder: {folder} does not load as a model with its processor ({error})"
             ) from error
-        self.vision_token_ids = self.image_token_id, self.video_token_id
-        self._tokenizer = processor.tokenizer
+        cache = ImageCache(cache_bytes)
+        self._images: ImageProcessor = family.images(config, processor, data, cache)
+        self._videos: VideoProcessor | None = family.videos(config, processor, cache)
+        self._positions = family.positions(config)
+        self.image_token_id = self._images.token_id
+        self.video_token_id: int | None = None if self._videos is None else self._videos.token_id
+        kinds = self.image_token_id, self.video_token_id
+        self.vision_token_ids = tuple(token for token in kinds if token is not None)
         self._piece_of = lru_cache(2**16)(lambda ids: self._tokenizer.decode(list(ids)))
         template = processor.chat_template or self._tokenizer.chat_template
         if template is None:
@@ -119,12 +117,7 @@ class Processor:
             end_id=self.eos_id,
             control_ids=[i for i in control if i is not None],
         )
-        cache = ImageCache(cache_bytes)
-        self._images = ImageProcessor(
-            image_processor, min_pixels=data.min_pixels, max_pixels=data.max_pixels, cache=cache
-        )
-        self._videos = VideoProcessor(video_processor, cache)
-        self.merge_size = self._images.merge_size  # patches of a side that become one token
+        self.merge_size = self._images.format.merge  # patches of a side that become one token
         self._max_prompt_tokens = data.max_prompt_tokens
 
         self.vocab_size: int = config.get_text_config().vocab_size
@@ -230,6 +223,7 @@ class Processor:
         """
         try:
             if is_video:
+                assert self._videos is not None, "a prompt of this family has no videos"
                 return self._videos.video(row.videos[number])
             return self._images.image(row.images[number])
         except ValueError as error:
@@ -250,7 +244,6 @@ class Processor:
         encoded, videos = iter(row.images), iter(row.videos)
         before = iter(known)
         images: list[ProcessedImage] = []
-        spans: list[Span] = []
         token_ids: list[int] = []
         bounds = {bound: (0, 0) for turn in turns for bound in turn}  # tokens and images before it
         try:
@@ -259,26 +252,18 @@ class Processor:
                     bounds[place] = len(token_ids), len(images)
                 if token == self.image_token_id:
                     image = next(before, None) or self._images.image(next(encoded))
-                    num_tokens = image.num_patches // self._images.merge_size**2
-                    token_ids += [token] * num_tokens
-                    spans.append(Span(image.grid))
+                    token_ids += self._images.prompt_ids(image.num_tokens)
                     images.append(image)
-                elif token == self.video_token_id:
+                elif self._videos is not None and token == self._videos.token_id:
                     video = self._videos.video(next(videos))
-                    token_ids += self._video_tokens.ids(video.grid, video.times)
-                    spans += self._video_tokens.spans(video)
+                    token_ids += self._videos.prompt_ids(video.grid, video.times)
                     images.append(video)
                 else:
                     token_ids.append(token)
         except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
         ids = torch.tensor(token_ids)
-        positions, next_position = mrope_positions(
-            ids,
-            spans,
-            vision_token_ids=self.vision_token_ids,
-            merge_size=self._images.merge_size,
-        )
+        positions, next_position = self._positions(ids, images)
         return Prompt(
             row,
             ids,
@@ -297,10 +282,9 @@ class Processor:
         """
         short_ids = self._short_ids(row)
         try:
-            vision_tokens = sum(self._images.num_tokens(image) for image in row.images)
-            for video in row.videos:
-                grid, times = self._videos.grid(video), self._videos.times(video)
-                vision_tokens += len(self._video_tokens.ids(grid, times))
+            vision_tokens = sum(self._images.prompt_length(image) for image in row.images)
+            if self._videos is not None:
+                vision_tokens += sum(self._videos.prompt_length(video) for video in row.videos)
         except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
         return len(short_ids) - len(row.images) - len(row.videos) + vision_tokens
@@ -355,9 +339,10 @@ class Processor:
             (self.image_token_id, row.images, "image"),
             (self.video_token_id, row.videos, "video"),
         ):
-            if ids.count(token) != len(items):
+            shown = 0 if token is None else ids.count(token)
+            if shown != len(items):
                 raise ValueError(
-                    f"{row.source}: the chat template shows {ids.count(token)} of {len(items)} "
+                    f"{row.source}: the chat template shows {shown} of {len(items)} "
                     f"{kind}s; leave {kind}s out of messages whose role it shows none for"
                 )
         return ids

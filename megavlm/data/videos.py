@@ -1,10 +1,11 @@
-"""Videos: their frames become patches for the tower, and tokens in the format of each family."""
+"""Videos whose frames are already sampled: checked, decoded and processed. How frames are resized
+and what tokens stand for them is the family's (`Family.videos`).
+"""
 
 import hashlib
-import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from megavlm.data.image_decoding import decode, image_size
 from megavlm.data.image_processing import ImageCache, PatchFormat, ProcessedImage
-from megavlm.data.positions import Span
 from megavlm.data.rows import Video
 
 # Limit for all frames of a video together: 400 MB as RGB, or 768 frames of 448 x 336.
@@ -32,18 +32,26 @@ class ProcessedVideo(ProcessedImage):
 
 
 class VideoProcessor:
-    """Video processor of a model folder, for videos whose frames are already sampled."""
+    """Videos of a family's prompts. A family defines `resize` and `prompt_ids`.
 
-    def __init__(self, video_processor: Any, cache: ImageCache) -> None:
-        """Wrap transformers' Qwen2VLVideoProcessor or Qwen3VLVideoProcessor. Its own pixel bounds
-        apply. They bound all frames together in Qwen3-VL, and each frame in the other families.
-        """
-        self._processor = video_processor
-        self._format = PatchFormat.of(video_processor)
-        self._step = self._format.temporal
-        # None has the effect of False, but warns. Older transformers (5.12) have no such bound.
-        self._cap = bool(getattr(video_processor, "cap_pixels_per_frame", False))
-        self._cache = cache
+    token_id: The token that a chat template writes for a video, and that features replace.
+    format: Format of the tower's input.
+    """
+
+    def __init__(
+        self, token_id: int, format_: PatchFormat, max_frames: int, cache: ImageCache
+    ) -> None:
+        """Store the arguments. max_frames: Limit of the model folder's video processor."""
+        self.token_id, self.format = token_id, format_
+        self._step, self._max_frames, self._cache = format_.temporal, max_frames, cache
+
+    def resize(self, frames: Tensor) -> Tensor:
+        """Resize frames [F, 3, H, W]."""
+        raise AssertionError("a family defines how its videos are resized")
+
+    def prompt_ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
+        """Return the tokens of a prompt for a video."""
+        raise AssertionError("a family defines the tokens of its videos")
 
     def video(self, video: Video) -> ProcessedVideo:
         """Decode and process a video, or return it from the cache.
@@ -60,38 +68,16 @@ class VideoProcessor:
         assert isinstance(processed, ProcessedVideo)
         return processed
 
-    def grid(self, video: Video) -> Grid:
-        """Return the video's grid, from the headers of its frames only. Raises ValueError as
-        `video` does.
-
-        h and w are swapped if EXIF data rotates the frames.
+    def prompt_length(self, video: Video) -> int:
+        """Return the number of tokens of a prompt for a video, from the headers of its frames only.
+        Raises ValueError as `video` does.
         """
         self._check_limits(video)
         width, height = _one_size(image_size(frame) for frame in video.frames)
         frames = torch.empty(len(video.frames), 3, height, width, device="meta")
-        return self._format.grid(len(frames), *self._resize(frames).shape[-2:])
-
-    def _resize(self, frames: Tensor) -> Tensor:
-        """Resize frames [F, 3, H, W] as transformers does.
-
-        Raises ValueError for a transformers older than 5.19; with these versions only training on
-        images is supported.
-        """
-        processor = self._processor
-        if "temporal_factor" not in inspect.signature(processor.resize).parameters:
-            raise ValueError(
-                "videos need the video processors of transformers 5.19, and an older one is "
-                "installed; install transformers 5.19 or leave rows with videos out"
-            )
-        resized: Tensor = processor.resize(
-            frames[None],
-            size=processor.size,
-            resample=processor.resample,
-            factor=processor.patch_size * processor.merge_size,
-            temporal_factor=self._step,
-            cap_pixels_per_frame=self._cap,
-        )[0]
-        return resized
+        # EXIF data may swap height and width, with the same number of tokens.
+        grid = self.format.grid(len(frames), *self.resize(frames).shape[-2:])
+        return len(self.prompt_ids(grid, self.times(video)))
 
     def times(self, video: Video) -> tuple[float, ...]:
         """Return the time of each frame of the grid in seconds. It is the mean time of the first
@@ -105,7 +91,7 @@ class VideoProcessor:
 
     def _check_limits(self, video: Video) -> None:
         """Check the number of frames and pixels before any pixel is decoded."""
-        number, most = len(video.frames), self._processor.max_frames
+        number, most = len(video.frames), self._max_frames
         if number < 2:
             raise ValueError(
                 f"a video of {number} frames needs at least 2; or store it as an image"
@@ -126,26 +112,16 @@ class VideoProcessor:
         frames = [decode(frame) for frame in video.frames]
         width, height = _one_size(frame.size for frame in frames)
         pixels = np.stack([np.asarray(frame) for frame in frames])
-        resized = self._resize(torch.from_numpy(pixels).permute(0, 3, 1, 2))
+        resized = self.resize(torch.from_numpy(pixels).permute(0, 3, 1, 2))
         size = f"video {len(frames)}x{width}x{height}:".encode()
         return ProcessedVideo(
             key=hashlib.sha256(size + pixels.tobytes()).hexdigest(),
             pixels=resized.permute(0, 2, 3, 1).contiguous(),
-            format=self._format,
+            format=self.format,
             digest=digest,
             times=self.times(video),
             seconds_per_grid=self._step / video.fps,
         )
-
-
-class VideoTokens(Protocol):
-    """Token format of a model family's videos: the tokens that replace a prompt's video token."""
-
-    def ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
-        """Return the token ids of a video."""
-
-    def spans(self, video: ProcessedVideo) -> list[Span]:
-        """Return the runs of video tokens in these ids."""
 
 
 def _one_size(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:

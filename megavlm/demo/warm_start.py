@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from megavlm.config.algorithm import SFT
 from megavlm.config.schema import Config
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
-from megavlm.families import family_of
+from megavlm.families import family, family_of
 from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.observability.text import duration
 
@@ -80,10 +78,6 @@ def _seconds_per_row(config: Config, prompts: Sequence[Prompt]) -> float:
 
 
 def _train(model: Any, prompt: Prompt) -> None:
-    ids = prompt.token_ids[None]
-    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    if prompt.images:
-        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
-        inputs["pixel_values"] = torch.cat([image.patches() for image in prompt.images])
-        inputs["image_grid_thw"] = torch.tensor([image.grid for image in prompt.images])
-    model(**inputs, use_cache=False).loss.backward()
+    config, ids = model.config, prompt.token_ids
+    inputs = family(config.model_type).model_inputs(config, ids, prompt.positions, prompt.images)
+    model(input_ids=ids[None], labels=ids[None], **inputs, use_cache=False).loss.backward()

@@ -4,7 +4,6 @@ trainer's.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,32 +120,16 @@ def _transformers_logits(
     if device.type == "cpu":
         use_plain_torch(model)
     model.eval()
-    logits = []
+    logits, parts = [], family(model.config.model_type)
     for prompt, answer in probes:
-        ids = torch.cat([prompt.token_ids, torch.tensor(answer)])[None]
-        inputs = _inputs(prompt, ids, model.config)
+        ids = torch.cat([prompt.token_ids, torch.tensor(answer)])
+        after = text_positions(len(answer), prompt.next_position)
+        positions = torch.cat([prompt.positions, after], dim=1)
+        inputs = {
+            "input_ids": ids[None],
+            "attention_mask": torch.ones_like(ids)[None],
+            **parts.model_inputs(model.config, ids, positions, prompt.images),
+        }
         output = model(**{name: x.to(device) for name, x in inputs.items()}, use_cache=False)
         logits.append(output.logits[0, len(prompt.token_ids) - 1 : -1])
     return torch.cat(logits)
-
-
-def _inputs(prompt: Prompt, ids: Tensor, config: Any) -> dict[str, Tensor]:
-    """Return the inputs that the processor of transformers would make of the prompt and an answer.
-    With videos they include the positions, because transformers 5 counts them differently (see
-    mrope_positions).
-    """
-    kinds = (ids == config.image_token_id).long() + 2 * (ids == config.video_token_id).long()
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds}
-    for is_video, patches, grids in (
-        (False, "pixel_values", "image_grid_thw"),
-        (True, "pixel_values_videos", "video_grid_thw"),
-    ):
-        shown = [image for image in prompt.images if image.is_video is is_video]
-        if shown:
-            inputs[patches] = torch.cat([image.patches() for image in shown])
-            inputs[grids] = torch.tensor([image.grid for image in shown])
-    videos = [image for image in prompt.images if image.is_video]
-    if videos:
-        answer = text_positions(ids.shape[1] - len(prompt.token_ids), prompt.next_position)
-        inputs["position_ids"] = torch.cat([prompt.positions, answer], dim=1)[:, None]
-    return inputs | family(config.model_type).extra_inputs(videos)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +10,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megavlm.data.positions import text_positions
 from megavlm.data.processor import ProcessedImage, Prompt
+from megavlm.families import family
 from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
-
-TEXT, IMAGE, VIDEO = 0, 1, 2  # transformers' mm_token_type_ids
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,13 @@ class Reference:
 
     def scores(self, prompt: Prompt, response: Sequence[int]) -> Scores:
         """Of each token of the response, with a graph."""
-        ids = torch.cat([prompt.token_ids, torch.tensor(response)])[None]
-        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        inputs |= self._images(prompt, ids)
+        ids = torch.cat([prompt.token_ids, torch.tensor(response)])
+        after = text_positions(len(response), prompt.next_position)
+        positions = torch.cat([prompt.positions, after], dim=1)
+        inputs = family(self.config.model_type).model_inputs(
+            self.config, ids, positions, prompt.images
+        )
+        inputs |= {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
         hidden = self.model.model(**inputs, use_cache=False).last_hidden_state
         hidden = hidden[0, len(prompt.token_ids) - 1 : -1]
         values = hidden.float() @ self.value_weight + self.value_bias
@@ -77,24 +79,6 @@ class Reference:
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in self.model.named_parameters()
         }
-
-    def _images(self, prompt: Prompt, ids: Tensor) -> dict[str, Tensor]:
-        kinds = (ids == self.config.image_token_id) * IMAGE
-        kinds += (ids == self.config.video_token_id) * VIDEO
-        inputs: dict[str, Tensor] = {"mm_token_type_ids": kinds}
-        for is_video, patches, grids in (
-            (False, "pixel_values", "image_grid_thw"),
-            (True, "pixel_values_videos", "video_grid_thw"),
-        ):
-            chosen = [image for image in prompt.images if image.is_video is is_video]
-            if chosen:
-                inputs[patches] = torch.cat([image.patches() for image in chosen])
-                inputs[grids] = torch.tensor([image.grid for image in chosen])
-        if any(image.is_video for image in prompt.images):
-            # transformers 5 continues after a video otherwise (see mrope_positions).
-            after = text_positions(ids.shape[1] - len(prompt.token_ids), prompt.next_position)
-            inputs["position_ids"] = torch.cat([prompt.positions, after], dim=1)[:, None]
-        return inputs
 
 
 def weighted_loss(logprobs: Tensor | None, values: Tensor | None, weights: Tensor) -> Tensor:

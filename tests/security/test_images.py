@@ -129,9 +129,9 @@ def test_a_distinct_image_is_processed_once_in_a_step(
 ) -> None:
     other = encode(Image.fromarray(NOISE[::-1].copy()))
     calls = []
-    original = processor._images._process
+    original = processor._images.process
     monkeypatch.setattr(
-        processor._images, "_process", lambda image: calls.append(1) or original(image)
+        processor._images, "process", lambda image: calls.append(1) or original(image)
     )
     source = stream(tmp_path, [USED["plain"](), other] * 4, processor)
     prompts = source.take(8)

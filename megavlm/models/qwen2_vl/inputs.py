@@ -1,19 +1,14 @@
-"""Videos in prompts of Qwen2-VL: one run of tokens, with one M-RoPE time per grid frame."""
+"""Inputs of Qwen2-VL: a video is one run of tokens, with one M-RoPE time per grid frame."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from megavlm.data.positions import Span
+from megavlm.models.common.qwen_inputs import MultimodalPositions, images, model_inputs
+from megavlm.models.qwen2_5_vl.inputs import videos
 
-from megavlm.data.videos import ProcessedVideo
-from megavlm.models.qwen2_5_vl.inputs import TokensOnly
-
-
-def video_tokens(hf_config: Any, processor: Any, merge_size: int) -> TokensOnly:
-    """Return the format of videos in prompts."""
-    return TokensOnly(hf_config.video_token_id, merge_size, tokens_per_second=None)
+__all__ = ["images", "model_inputs", "positions", "videos"]
 
 
-def extra_inputs(videos: Sequence[ProcessedVideo]) -> dict[str, Tensor]:
-    """Return no tensors: transformers' model takes only patches and grids."""
-    return {}
+def positions(hf_config: Any) -> MultimodalPositions:
+    """Return the positions of prompts."""
+    return MultimodalPositions(hf_config, lambda video: [Span(video.grid)])

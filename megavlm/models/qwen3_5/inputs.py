@@ -1,5 +1,5 @@
-"""Videos in prompts of Qwen3.5. Their format is the same as Qwen3-VL's."""
+"""Inputs of Qwen3.5. They are the same as Qwen3-VL's."""
 
-from megavlm.models.qwen3_vl.inputs import extra_inputs, video_tokens
+from megavlm.models.qwen3_vl.inputs import images, model_inputs, positions, videos
 
-__all__ = ["extra_inputs", "video_tokens"]
+__all__ = ["images", "model_inputs", "positions", "videos"]

@@ -1,44 +1,52 @@
-"""Videos in prompts of Qwen3-VL: frame by frame, each frame after its time as text."""
+"""Inputs of Qwen3-VL: a video is shown frame by frame, each frame after its time as text."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
+from megavlm.data.image_processing import ImageCache
 from megavlm.data.positions import Span
 from megavlm.data.videos import Grid, ProcessedVideo
+from megavlm.models.common.qwen_inputs import (
+    MultimodalPositions,
+    QwenVideos,
+    images,
+    model_inputs,
+)
+
+__all__ = ["images", "model_inputs", "positions", "videos"]
 
 
-class TimestampedFrames:
-    """Format of Qwen3-VL: for each frame of the grid, its time as text, then its video tokens
+class TimestampedFrames(QwenVideos):
+    """Videos of Qwen3-VL: for each frame of the grid, its time as text, then its video tokens
     between the tokens for vision start and vision end.
     """
 
-    def __init__(self, video_id: int, merge_size: int, processor: Any) -> None:
-        """Set the format. `processor` is transformers' Qwen3VLProcessor."""
-        self._video_id = video_id
-        self._merged = merge_size**2
+    def __init__(self, hf_config: Any, processor: Any, cache: ImageCache) -> None:
+        """Wrap the video processor of transformers' Qwen3VLProcessor."""
+        super().__init__(hf_config, processor, cache)
         self._tokenizer = processor.tokenizer
         self._start: int = processor.vision_start_token_id
         self._end: int = processor.vision_end_token_id
 
-    def ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
+    def prompt_ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
         _, h, w = grid
-        frame = [self._start, *[self._video_id] * (h * w // self._merged), self._end]
+        num_tokens = h * w // self.format.merge**2
+        frame = [self._start, *[self.token_id] * num_tokens, self._end]
         texts = [f"<{time:.1f} seconds>" for time in times]
         stamps = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [token for stamp in stamps for token in (*stamp, *frame)]
 
-    def spans(self, video: ProcessedVideo) -> list[Span]:
-        t, h, w = video.grid
-        return [Span((1, h, w))] * t
+
+def videos(hf_config: Any, processor: Any, cache: ImageCache) -> TimestampedFrames:
+    """Return the videos of prompts."""
+    return TimestampedFrames(hf_config, processor, cache)
 
 
-def video_tokens(hf_config: Any, processor: Any, merge_size: int) -> TimestampedFrames:
-    """Return the format of videos in prompts."""
-    return TimestampedFrames(hf_config.video_token_id, merge_size, processor)
+def positions(hf_config: Any) -> MultimodalPositions:
+    """Return the positions of prompts."""
+    return MultimodalPositions(hf_config, _frame_spans)
 
 
-def extra_inputs(videos: Sequence[ProcessedVideo]) -> dict[str, Tensor]:
-    """Return no tensors: transformers' model takes only patches and grids."""
-    return {}
+def _frame_spans(video: ProcessedVideo) -> list[Span]:
+    t, h, w = video.grid
+    return [Span((1, h, w))] * t

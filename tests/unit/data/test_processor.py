@@ -15,11 +15,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megavlm.config.data import Data
 from megavlm.data.image_decoding import decode
-from megavlm.data.image_processing import ImageCache, ImageProcessor, ProcessedImage
+from megavlm.data.image_processing import ImageCache, ProcessedImage
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import SPECIAL_TOKENS
 from megavlm.families import FAMILIES, family_of
+from megavlm.models.common.qwen_inputs import QwenImages
 from tests.conftest import DATA, read_rows
 from tests.unit.data.samples import auto_processor, image, our_processor
 
@@ -139,9 +140,10 @@ def test_bounds_shrink_images_and_stay_within_the_folders(folder: Path, hf: Any)
             Processor(folder, replace(DATA, **wrong), family_of(folder))
 
 
-def test_a_image_that_the_server_would_resize_again_is_refused(hf: Any) -> None:
+def test_a_image_that_the_server_would_resize_again_is_refused(folder: Path, hf: Any) -> None:
+    config = AutoConfig.from_pretrained(folder)
     image_processor = type(hf.image_processor)(min_pixels=56 * 56, max_pixels=28 * 28 * 16)
-    images = ImageProcessor(image_processor, min_pixels=None, max_pixels=None, cache=ImageCache(0))
+    images = QwenImages(config, image_processor, DATA, ImageCache(0))
     assert images.image(image((900, 60))).num_patches == 15 * 4
     with pytest.raises(ValueError, match=r"2000 x 60 pixels becomes 644 x 28, .* crop it"):
         images.image(image((2000, 60)))

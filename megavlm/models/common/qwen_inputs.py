@@ -1,0 +1,166 @@
+"""Inputs of the Qwen families: images resized to whole tokens, videos, and M-RoPE positions."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from megavlm.config.data import Data
+from megavlm.data.image_processing import ImageCache, ImageProcessor, PatchFormat, ProcessedImage
+from megavlm.data.positions import Span, mrope_positions
+from megavlm.data.videos import ProcessedVideo, VideoProcessor
+
+
+class QwenImages(ImageProcessor):
+    """Images of any size, resized to a multiple of a token's side within bounds on their pixels."""
+
+    def __init__(self, hf_config: Any, image_processor: Any, data: Data, cache: ImageCache) -> None:
+        """Set the bounds on the number of pixels of a resized image; None in `data` uses the
+        folder's bound. image_processor: transformers' Qwen2VLImageProcessor.
+
+        Raises ValueError for bounds wider than the folder's: the rollout server applies the
+        folder's bounds and would resize the images again. Also raises ValueError as
+        `PatchFormat.of` does.
+        """
+        super().__init__(hf_config.image_token_id, _format_of(image_processor), cache)
+        smallest = image_processor.size["shortest_edge"]
+        largest = image_processor.size["longest_edge"]
+        low = smallest if data.min_pixels is None else data.min_pixels
+        high = largest if data.max_pixels is None else data.max_pixels
+        if not smallest <= low <= high <= largest:
+            raise ValueError(
+                f"data.min_pixels={low}, data.max_pixels={high}: they must lie in this order "
+                f"within {smallest} to {largest}, the bounds of the model folder's image "
+                "processor, which the rollout server applies again"
+            )
+        self._processor, self._low, self._high = image_processor, low, high
+
+    def num_patches(self, width: int, height: int) -> int:
+        bounds = {"min_pixels": self._low, "max_pixels": self._high}
+        patches: int = self._processor.get_number_of_image_patches(height, width, bounds)
+        return patches
+
+    def process(self, picture: Image.Image) -> ProcessedImage:
+        """Return the resized image. Raises ValueError for an image so narrow that resizing it twice
+        gives another size than resizing it once.
+        """
+        # Not the processor's own resize: its arguments differ between releases of transformers.
+        from transformers.image_processing_backends import TorchvisionBackend
+        from transformers.image_utils import SizeDict
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        processor, side = self._processor, self.format.patch * self.format.merge
+        values = processor.process_image(picture)[None]
+        height, width = values.shape[-2:]
+        height, width = smart_resize(height, width, side, self._low, self._high)
+        size = SizeDict(height=height, width=width)
+        resized = TorchvisionBackend.resize(processor, values, size, processor.resample)
+        processed = self.processed(resized.permute(0, 2, 3, 1).contiguous())
+        # Rounding to whole patches can move a narrow image out of the bounds again.
+        if processor.get_number_of_image_patches(height, width, {}) != processed.num_patches:
+            raise ValueError(
+                f"an image of {picture.width} x {picture.height} pixels becomes {width} x "
+                f"{height}, which the rollout server would resize again; crop it"
+            )
+        return processed
+
+
+class QwenVideos(VideoProcessor):
+    """Videos that a family shows by tokens of its own (`prompt_ids`)."""
+
+    def __init__(self, hf_config: Any, processor: Any, cache: ImageCache) -> None:
+        """Wrap the Qwen2VLVideoProcessor or Qwen3VLVideoProcessor of transformers' `processor`. Its
+        own pixel bounds apply. They bound all frames together in Qwen3-VL, and each frame in the
+        other families.
+        """
+        videos = processor.video_processor
+        super().__init__(hf_config.video_token_id, _format_of(videos), videos.max_frames, cache)
+        self._processor = videos
+        # None has the effect of False, but warns. Older transformers (5.12) have no such bound.
+        self._cap = bool(getattr(videos, "cap_pixels_per_frame", False))
+
+    def resize(self, frames: Tensor) -> Tensor:
+        """Resize frames [F, 3, H, W] as transformers does.
+
+        Raises ValueError for a transformers older than 5.19; with these versions only training on
+        images is supported.
+        """
+        processor = self._processor
+        if "temporal_factor" not in inspect.signature(processor.resize).parameters:
+            raise ValueError(
+                "videos need the video processors of transformers 5.19, and an older one is "
+                "installed; install transformers 5.19 or leave rows with videos out"
+            )
+        resized: Tensor = processor.resize(
+            frames[None],
+            size=processor.size,
+            resample=processor.resample,
+            factor=self.format.patch * self.format.merge,
+            temporal_factor=self.format.temporal,
+            cap_pixels_per_frame=self._cap,
+        )[0]
+        return resized
+
+
+class MultimodalPositions:
+    """M-RoPE positions of prompts."""
+
+    def __init__(self, hf_config: Any, video_spans: Callable[[ProcessedVideo], list[Span]]) -> None:
+        """video_spans: Returns the runs of vision tokens in the tokens of a video."""
+        self._vision_token_ids = hf_config.image_token_id, hf_config.video_token_id
+        self._merge_size = hf_config.vision_config.spatial_merge_size
+        self._video_spans = video_spans
+
+    def __call__(self, token_ids: Tensor, images: Sequence[ProcessedImage]) -> tuple[Tensor, int]:
+        """Return the positions [3, T] of token_ids [T], and the next position. images: The images
+        and videos of the tokens, in order.
+        """
+        spans: list[Span] = []
+        for image in images:
+            if isinstance(image, ProcessedVideo):
+                spans += self._video_spans(image)
+            else:
+                spans.append(Span(image.grid))
+        return mrope_positions(
+            token_ids, spans, vision_token_ids=self._vision_token_ids, merge_size=self._merge_size
+        )
+
+
+def model_inputs(
+    hf_config: Any, token_ids: Tensor, positions: Tensor, images: Sequence[ProcessedImage]
+) -> dict[str, Tensor]:
+    """Return the inputs of transformers' model for token_ids [T] at positions [3, T], in addition
+    to the tokens: patches and grids, and the positions of a sequence with videos, because
+    transformers 5 counts them differently (see mrope_positions).
+    """
+    ids = token_ids[None]
+    kinds = (ids == hf_config.image_token_id).long() + 2 * (ids == hf_config.video_token_id).long()
+    inputs = {"mm_token_type_ids": kinds}
+    for is_video, patches, grids in (
+        (False, "pixel_values", "image_grid_thw"),
+        (True, "pixel_values_videos", "video_grid_thw"),
+    ):
+        shown = [image for image in images if image.is_video is is_video]
+        if shown:
+            inputs[patches] = torch.cat([image.patches() for image in shown])
+            inputs[grids] = torch.tensor([image.grid for image in shown])
+    if "video_grid_thw" in inputs:
+        inputs["position_ids"] = positions[:, None]
+    return inputs
+
+
+def images(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> QwenImages:
+    """Return the images of prompts. processor: transformers' processor."""
+    return QwenImages(hf_config, processor.image_processor, data, cache)
+
+
+def _format_of(processor: Any) -> PatchFormat:
+    return PatchFormat.of(
+        processor,
+        patch=processor.patch_size,
+        temporal=processor.temporal_patch_size,
+        merge=processor.merge_size,
+    )
