@@ -57,9 +57,9 @@ class Family:
         """Return an entry (common.mapping.Entry) for every tensor of the model."""
         return self._module("mapping").mapping(hf_config)
 
-    def tower(self, vision_config: Any) -> Any:
+    def tower(self, hf_config: Any) -> Any:
         """Return the vision tower (common.tower.Tower), randomly initialised."""
-        return self._module("vision").VisionTower(vision_config)
+        return self._module("vision").VisionTower(hf_config)
 
     def images(self, hf_config: Any, processor: Any, data: Any, cache: Any) -> Any:
         """Return the images of prompts (data.image_processing.ImageProcessor).

@@ -88,7 +88,7 @@ def _mark_experts(language_model: LanguageModel) -> None:
 
 
 def _tower(hf_config: Any, parts: Family, options: ModelOptions) -> Tower:
-    tower: Tower = parts.tower(hf_config.vision_config).to(options.dtype)
+    tower: Tower = parts.tower(hf_config).to(options.dtype)
     tower.recompute = options.recompute_tower
     tower.requires_grad_(not options.freeze_tower)
     for merger in tower.mergers():

@@ -41,9 +41,10 @@ class VisionTower(Tower):
     [P / merge^2, H].
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, hf_config: Any) -> None:
         """Build the tower from the `vision_config` of a Qwen2-VL configuration."""
         super().__init__()
+        config = hf_config.vision_config
         self.merge_size = config.spatial_merge_size
         self.feature_size = config.hidden_size
         size = config.embed_dim

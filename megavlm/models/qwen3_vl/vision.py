@@ -97,13 +97,14 @@ class VisionTower(Tower):
     levels [P / merge^2, (1 + num_levels) * H].
     """
 
-    def __init__(self, config: Any, tapped_blocks: Sequence[int] | None = None) -> None:
+    def __init__(self, hf_config: Any, tapped_blocks: Sequence[int] | None = None) -> None:
         """Build the tower from the `vision_config` of Qwen3-VL, dense or MoE.
 
         tapped_blocks: Blocks whose output becomes a DeepStack level; None uses the blocks that
-            `config` lists.
+            configuration lists.
         """
         super().__init__()
+        config = hf_config.vision_config
         self.merge_size = config.spatial_merge_size
         self.feature_size = config.out_hidden_size
         if tapped_blocks is None:

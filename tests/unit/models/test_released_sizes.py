@@ -37,7 +37,7 @@ def test_the_mapping_covers_every_tensor_of_transformers_once(release: str, tmp_
 def test_the_mapping_has_the_towers_tensors(release: str, tmp_path: Path) -> None:
     config = released_config(release, tmp_path)
     with torch.device("meta"):
-        tower = part(config.model_type, "vision").VisionTower(config.vision_config)
+        tower = part(config.model_type, "vision").VisionTower(config)
     ours = {f"visual.{name}": tuple(x.shape) for name, x in tower.state_dict().items()}
     entries = entries_of(config)
     visual = {x.megatron: x.megatron_shape for x in entries if x.megatron.startswith("visual.")}

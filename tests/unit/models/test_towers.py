@@ -3,7 +3,6 @@ frozen or recomputed tower keeps for backward.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from tests.unit.models.towers import (
     their_class,
     their_features,
     tower_class,
-    vision_config,
+    tower_config,
 )
 
 pytestmark = pytest.mark.parity
@@ -189,13 +188,13 @@ def test_names_and_shapes_at_the_default_sizes(family: str) -> None:
             for name, p in module.named_parameters()
         }
 
-    config = vision_config(family)
-    default: Any = type(config)()
+    config = tower_config(family)
+    config.vision_config = default = type(config.vision_config)()
     with torch.device("meta"):
-        assert shapes(tower_class(family)(default)) == shapes(their_class(family)(default))
+        assert shapes(tower_class(family)(config)) == shapes(their_class(family)(default))
 
 
 def test_an_unknown_activation_is_named() -> None:
-    config = vision_config("qwen3_vl", hidden_act="relu6")
+    config = tower_config("qwen3_vl", hidden_act="relu6")
     with pytest.raises(ValueError, match=r"hidden_act: 'relu6' .* gelu_pytorch_tanh"):
         tower_class("qwen3_vl")(config)

@@ -52,13 +52,13 @@ class Pair:
     theirs: nn.Module
 
 
-def vision_config(family: str, **values: Any) -> Any:
-    """transformers' `vision_config` of a tiny model of the family."""
+def tower_config(family: str, **values: Any) -> Any:
+    """transformers' configuration of the family with a tiny tower."""
     define_torchvision_operators()
     from transformers import AutoConfig
 
     sizes = _VISION_CONFIGS[family][1] | values
-    return AutoConfig.for_model(family, vision_config=sizes).vision_config
+    return AutoConfig.for_model(family, vision_config=sizes)
 
 
 def tower_class(family: str) -> type[Any]:
@@ -88,14 +88,15 @@ def make_pair(family: str, *, seed: int = 0, **values: Any) -> Pair:
     """Random weights, norms and biases included, large enough that every part of the tower shows in
     the features. `values` change the vision_config.
     """
-    config = vision_config(family, **values)
-    theirs = their_class(family)(config)
+    config = tower_config(family, **values)
+    vision = config.vision_config
+    theirs = their_class(family)(vision)
     generator = torch.Generator().manual_seed(seed)
     for parameter in theirs.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() == 1:  # norms stay around their 1, biases around their 0
             parameter.data.add_(0.3 * noise)
-        elif parameter.shape[0] == config.to_dict().get("num_position_embeddings"):
+        elif parameter.shape[0] == vision.to_dict().get("num_position_embeddings"):
             parameter.data.copy_(noise)
         else:
             parameter.data.copy_(noise / parameter[0].numel() ** 0.5)
