@@ -2,7 +2,8 @@
 
 A family is a package with four modules. A new family adds these, and a line in FAMILIES:
 
-    config.py   `language_sizes`, `architecture`, `rotary`: the language model, as plain values;
+    config.py   `language_sizes`, `architecture`, `rotary`, `patch_sizes`: the model, as plain
+                values; `FOLDER_NAMES`, what other files of a model folder repeat of them;
                 `served_config`, if servers read values that transformers does not write
     mapping.py  `mapping`: entries that map hub tensors to this model's tensors
     vision.py   `VisionTower`
@@ -52,6 +53,16 @@ class Family:
         is not implemented.
         """
         return self._module("config").rotary(hf_config)
+
+    def patch_sizes(self, hf_config: Any) -> Any:
+        """Return the sizes of the tower's input (common.architecture.PatchSizes)."""
+        return self._module("config").patch_sizes(hf_config)
+
+    def folder_names(self) -> Any:
+        """Return the names of values that files of a model folder repeat
+        (common.architecture.FolderNames).
+        """
+        return self._module("config").FOLDER_NAMES
 
     def mapping(self, hf_config: Any) -> list[Any]:
         """Return an entry (common.mapping.Entry) for every tensor of the model."""

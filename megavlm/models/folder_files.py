@@ -5,21 +5,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megavlm.families import family_of
+
 Values = Mapping[str, Any]
 
-# Names of values in vision_config -> their names in an image or video processor.
-_SIZES = {
-    "patch_size": "patch_size",
-    "spatial_merge_size": "merge_size",
-    "temporal_patch_size": "temporal_patch_size",
-}
 _PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json")
-_TOKENS = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
 
 
 def check_files(folder: Path) -> None:
@@ -27,9 +17,10 @@ def check_files(folder: Path) -> None:
     contradicts its config.json. A value that a file leaves out contradicts nothing.
     """
     config = _read(folder / "config.json")
+    names = family_of(folder).folder_names()
     vision = config.get("vision_config", {})
     for name, values in _processors(folder):
-        for ours, theirs in _SIZES.items():
+        for ours, theirs in names.sizes.items():
             if ours in vision and theirs in values and vision[ours] != values[theirs]:
                 raise ValueError(
                     f"{folder / name} has {theirs}={values[theirs]}, but config.json has "
@@ -38,7 +29,7 @@ def check_files(folder: Path) -> None:
                 )
     vocabulary = config.get("text_config", config).get("vocab_size", config.get("vocab_size"))
     tokens = _tokens(folder)
-    for key, token in _TOKENS.items():
+    for key, token in names.tokens.items():
         if config.get(key) is not None and tokens.get(token, config[key]) != config[key]:
             raise ValueError(
                 f"{folder / 'config.json'} has {key}={config[key]}, but {token} is token "

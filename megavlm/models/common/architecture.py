@@ -9,6 +9,32 @@ from dataclasses import dataclass
 from typing import Any
 
 
+@dataclass(frozen=True)
+class PatchSizes:
+    """Sizes of a tower's input.
+
+    side: Side of a patch in pixels.
+    frames: Number of frames in a patch.
+    merge: Side in patches of the square that becomes one token.
+    """
+
+    side: int
+    frames: int
+    merge: int
+
+
+@dataclass(frozen=True)
+class FolderNames:
+    """Names under which the files of a model folder repeat values of its config.json.
+
+    sizes: Names of values in vision_config, and their names in an image or video processor.
+    tokens: Names of token ids in config.json, and these tokens in tokenizer.json.
+    """
+
+    sizes: Mapping[str, str]
+    tokens: Mapping[str, str]
+
+
 def dense_sizes(text: Mapping[str, Any], *, head_dim: int | None) -> dict[str, Any]:
     """Return the sizes that layout rules need, without experts, under LanguageConfig's names.
 

@@ -12,6 +12,16 @@ from megavlm.models.common.architecture import (
     language_fields,
     rotary_parameters,
 )
+from megavlm.models.common.qwen_config import FOLDER_NAMES, patch_sizes
+
+__all__ = [
+    "FOLDER_NAMES",
+    "architecture",
+    "language_sizes",
+    "patch_sizes",
+    "rotary",
+    "served_config",
+]
 
 # As in the released models; for a configuration without them, transformers has the same defaults.
 MROPE_SECTION = (11, 11, 10)

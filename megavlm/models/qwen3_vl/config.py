@@ -12,6 +12,9 @@ from megavlm.models.common.architecture import (
     language_fields,
     rotary_parameters,
 )
+from megavlm.models.common.qwen_config import FOLDER_NAMES, patch_sizes
+
+__all__ = ["FOLDER_NAMES", "architecture", "language_sizes", "patch_sizes", "rotary"]
 
 # As in the released models; for a configuration without it, transformers has the same default.
 MROPE_SECTION = (24, 20, 20)

@@ -301,10 +301,11 @@ def logits_bytes(config: Config, hf_config: Any, trained: Iterable[ParameterSize
 
 def image_tokens(config: Config, hf_config: Any) -> float:
     """Return the maximum tokens of an image; without data.max_pixels it is the longest prompt."""
-    vision, most = hf_config.vision_config, config.data.max_prompt_tokens
+    most = config.data.max_prompt_tokens
     if config.data.max_pixels is None:
         return most
-    return min(most, config.data.max_pixels / (vision.patch_size * vision.spatial_merge_size) ** 2)
+    patch = family(hf_config.model_type).patch_sizes(hf_config)
+    return min(most, config.data.max_pixels / (patch.side * patch.merge) ** 2)
 
 
 def _images(config: Config, data_ranks: int) -> int:
@@ -326,18 +327,18 @@ def encoding_bytes(config: Config, hf_config: Any, data_ranks: int) -> float:
     """Return the peak bytes of a frozen tower's pass over the images that a rank encodes at once:
     the outputs of one block's matrices for every patch, and the patches in fp32.
     """
-    entries = family(hf_config.model_type).mapping(hf_config)
-    vision = hf_config.vision_config
+    parts = family(hf_config.model_type)
+    entries, patch = parts.mapping(hf_config), parts.patch_sizes(hf_config)
     outputs = sum(
         x.hf_shapes[0][0]
         for x in entries
         if x.megatron.startswith("visual.blocks.0.") and len(x.hf_shapes[0]) > 1
     )
-    pixels = 3 * vision.temporal_patch_size * vision.patch_size**2
+    pixels = 3 * patch.frames * patch.side**2
     shared_by = config.parallel.tensor * config.parallel.context
     images = -(-_images(config, data_ranks) // shared_by)
     tokens = min(images * image_tokens(config, hf_config), config.data.pack_tokens)
-    patches = tokens * vision.spatial_merge_size**2
+    patches = tokens * patch.merge**2
     itemsize = ModelOptions.from_config(config).dtype.itemsize
     return float(patches * (outputs * itemsize + pixels * 4))
 

@@ -71,8 +71,9 @@ class StepWork:
         """Return a recipe's step, assuming one image of the maximum size per prompt and a mean
         response length of half the maximum.
         """
-        algorithm, vision = config.algorithm, hf_config.vision_config
+        algorithm = config.algorithm
         assert isinstance(algorithm, PolicyOptimization)
+        merge = family(hf_config.model_type).patch_sizes(hf_config).merge
         image, longest = int(image_tokens(config, hf_config)), config.rollout.max_new_tokens
         return cls(
             algorithm.prompts_per_step,
@@ -80,7 +81,7 @@ class StepWork:
             min(image + TEXT_TOKENS, config.data.max_prompt_tokens),
             longest // 2,
             longest,
-            image * vision.spatial_merge_size**2,
+            image * merge**2,
         )
 
     @property
