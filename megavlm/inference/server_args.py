@@ -12,6 +12,7 @@ from typing import Any
 
 from megavlm.config.lora import SERVED_TARGETS
 from megavlm.config.schema import Config
+from megavlm.families import family
 
 CPU_SUPPORT = Path(__file__).resolve().parent / "cpu_support"
 
@@ -84,9 +85,19 @@ class ServerOptions:
     @property
     def _is_linear(self) -> bool:
         """True for a model with linear attention layers."""
+        return "linear_num_key_heads" in self._model_values.get("text_config", {})
+
+    @property
+    def _model_values(self) -> dict[str, Any]:
+        """The model's config.json, {} if there is none."""
         path = Path(self.model_folder) / "config.json"
-        text = json.loads(path.read_bytes()).get("text_config", {}) if path.is_file() else {}
-        return "linear_num_key_heads" in text
+        values: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
+        return values
+
+    @property
+    def _served_modules(self) -> str:
+        values = self._model_values
+        return family(values["model_type"]).served_modules if values else ""
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables of a server on any machine."""
@@ -119,6 +130,7 @@ class ServerOptions:
             variables |= {
                 "PYTHONPATH": os.pathsep.join(paths),
                 "SGLANG_USE_CPU_ENGINE": "1",
+                "MEGAVLM_SERVED_MODULES": self._served_modules,
                 "OMP_NUM_THREADS": "1",
                 "TORCHDYNAMO_DISABLE": "1",  # or the first request compiles C++ for 20 s
                 "CUDA_VISIBLE_DEVICES": "",

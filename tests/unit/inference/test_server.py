@@ -279,6 +279,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu["KEPT"] == "1" and cpu["SGLANG_USE_CPU_ENGINE"] == "1"
     assert len(cpu["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
     assert cpu["PYTHONPATH"].split(os.pathsep)[0].endswith("cpu_support")
+    assert cpu["MEGAVLM_SERVED_MODULES"] == ""  # there is no model in the folder
     assert "SGLANG_VLM_CACHE_SIZE_MB" not in cpu
     cuda = ServerOptions("model", "bfloat16", "cuda", cache_images=False).environment()
     assert "SGLANG_USE_CPU_ENGINE" not in cuda and "cpu_support" not in cuda["PYTHONPATH"]
