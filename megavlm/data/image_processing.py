@@ -86,7 +86,7 @@ class ProcessedImage:
 
     is_video: ClassVar[bool] = False
 
-    key: str  # SHA-256 of size and RGB pixels: identifies the content
+    key: str  # SHA-256 of the picture's size and RGB pixels: identifies the content
     # [F, H, W, 3] uint8: frames for the tower, F = 1 for an image without tiles. On the meta device
     # if only `request_text` holds the pixels, or if they were dropped.
     pixels: Tensor
@@ -227,9 +227,12 @@ class ImageProcessor:
         return len(self.prompt_ids(patches // self.format.merge**2))
 
     def processed(self, frames: Tensor, picture: Tensor | None = None) -> ProcessedImage:
-        """Return an image of frames [F, H, W, 3] uint8. picture: See `ProcessedImage`."""
-        size = f"{frames.shape[2]}x{frames.shape[1]}:".encode()
-        key = hashlib.sha256(size + frames.numpy().tobytes()).hexdigest()
+        """Return an image of frames [F, H, W, 3] uint8. picture: See `ProcessedImage`; without it
+        there is one frame.
+        """
+        shown = frames[0] if picture is None else picture
+        size = f"{shown.shape[1]}x{shown.shape[0]}:".encode()
+        key = hashlib.sha256(size + shown.numpy().tobytes()).hexdigest()
         return ProcessedImage(key, frames, self.format, picture=picture)
 
 

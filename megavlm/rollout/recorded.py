@@ -6,7 +6,7 @@ inspection.
 the tokens of each response and of the observation after it. `logprobs` has values for response
 tokens only, rounded to float32 as in the trainer. Images are given as numbers: 0, 1, ... are the
 row's images, and -1, -2, ... the images that the environment made, with their pixels in `pixels.0`,
-`pixels.1`, ...
+`pixels.1`, ..., and the pictures of images in tiles in `picture.0`, `picture.1`, ...
 """
 
 import json
@@ -93,7 +93,9 @@ class _Writer:
         return [[image.key, asdict(image.format)] for image in self._own.values()]
 
     def tensors(self) -> dict[str, Tensor]:
-        pixels = {f"pixels.{i}": image.content for i, image in enumerate(self._own.values())}
+        images = list(enumerate(self._own.values()))
+        pixels = {f"pixels.{i}": image.content for i, image in images}
+        pixels |= {f"picture.{i}": x.picture for i, x in images if x.picture is not None}
         ids = torch.tensor(self._ids, dtype=torch.int32)
         return {"token_ids": ids, "logprobs": torch.tensor(self._logprobs), **pixels}
 
@@ -164,7 +166,12 @@ class _Reader:
         self._ids = iter(tensors["token_ids"].tolist())
         self._logprobs = iter(tensors["logprobs"].tolist())
         self._own = [
-            ProcessedImage(key, tensors[f"pixels.{number}"], PatchFormat.from_values(how))
+            ProcessedImage(
+                key,
+                tensors[f"pixels.{number}"],
+                PatchFormat.from_values(how),
+                picture=tensors.get(f"picture.{number}"),
+            )
             for number, (key, how) in enumerate(formats)
         ]
         self._rows, self._processor = rows, processor
