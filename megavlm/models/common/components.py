@@ -1,8 +1,8 @@
 """Components of a model, by the names of its tensors and linear layers.
 
-A name is a path in the whole model, as in checkpoints and in `lora.targets`. The tower of every
-family has `blocks` with `attn` and `mlp`; modules with "merger" in their name are its mergers,
-which `model.freeze_merger` freezes.
+A name is a path in the whole model, as in checkpoints and in `lora.targets`. Whatever the names on
+the hub are (a family's mapping has them), the tower of every family has `blocks` with `attn` and
+`mlp`; modules with "merger" in their name are its mergers, which `model.freeze_merger` freezes.
 """
 
 import re

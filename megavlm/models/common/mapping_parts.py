@@ -1,8 +1,8 @@
 """Parts of a mapping that families share.
 
 Megatron names are the names of Transformer Engine's layers: a norm belongs to the linear layer that
-follows it, except before a router, where it has its own name. The tower has the names of HF; only
-its patch embedding differs: it is a linear layer here.
+follows it, except before a router, where it has its own name. The towers of the Qwen families have
+the names of HF; only their patch embedding differs: it is a linear layer here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
