@@ -1,7 +1,7 @@
 """Traits of the transports of weight updates.
 
-They are declared here and not beside the transports' code, because checks of a recipe need them and
-do without torch.
+They are declared here and not in the transports' own modules, because those import torch, and
+checks of a recipe must not.
 """
 
 from collections.abc import Mapping

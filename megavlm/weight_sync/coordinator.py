@@ -79,8 +79,8 @@ class SyncCoordinator:
     def open(self, without: Container[str], *, full: bool) -> OpenAttempt:
         """Pause the servers and prepare them to take tensors.
 
-        without: URLs of servers to leave out. full: If true, every server gets every tensor. Raises
-        ServersFailed if no server is left.
+        without: URLs of servers to leave out. full: True to send every tensor to every server.
+        Raises ServersFailed if no server is left.
         """
         receivers = self._receivers.receivers(without)
         if not receivers:

@@ -5,7 +5,7 @@ import io
 import logging
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
+from megavlm.config.rollout import Rollout
+from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.server import ClaimedPort
 from megavlm.inference.server_pool.receivers import Receiver
@@ -22,7 +24,7 @@ from megavlm.weight_sync.lora import unload_adapters
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.server_api import Servers, control_client
 from megavlm.weight_sync.sync import WeightSync
-from megavlm.weight_sync.transports import disk
+from megavlm.weight_sync.transports import TRANSPORTS, disk
 from megavlm.weight_sync.transports.disk import DiskTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncReport, SyncSettings, sync_metrics
@@ -320,3 +322,8 @@ def test_measures_are_of_all_pushes_of_a_step() -> None:
         "sync_checked": 4,
         "sync_servers": 2,
     }
+
+
+def test_every_name_of_rollout_sync_has_a_transport_and_its_traits() -> None:
+    names = get_args(get_type_hints(Rollout)["sync"])
+    assert {*names} == TRANSPORTS.keys() == TRANSPORT_TRAITS.keys()
