@@ -160,7 +160,7 @@ def _rounded(entry: Entry, exact: Tensor, dtype: torch.dtype) -> Tensor:
         finite = tensor[tensor.isfinite()]
         if finite.to(dtype).isinf().any():
             raise ValueError(
-                f"{name} holds {finite[finite.abs().argmax()]:g}, and "
+                f"{name} holds {finite[finite.abs().argmax()]:g}, but "
                 f"{str(dtype).removeprefix('torch.')} has a maximum of {torch.finfo(dtype).max:g}: "
                 f"export with --dtype {'bfloat16' if dtype == torch.float16 else 'float32'}."
             )

@@ -101,5 +101,5 @@ def _check_room(target: Path, nbytes: int) -> None:
     free, needed = disk.f_bavail * disk.f_frsize, nbytes + _SPARE_BYTES
     if free < needed:
         raise ValueError(
-            f"{target} needs {format_bytes(needed)}, and {format_bytes(free)} are free on its disk."
+            f"{target} needs {format_bytes(needed)}, but {format_bytes(free)} are free on its disk."
         )

@@ -165,7 +165,7 @@ def _check_supported(path: Path, values: Mapping[str, Any]) -> None:
                 f"convert it with peft (path_initial_model_for_weight_conversion) first."
             )
         raise ValueError(
-            f"{path} has {key}={value!r}, and only plain pairs of LoRA matrices are supported: "
+            f"{path} has {key}={value!r}, but only plain pairs of LoRA matrices are supported: "
             f"{_WAY_OUT}."
         )
 

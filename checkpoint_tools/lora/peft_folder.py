@@ -141,7 +141,7 @@ def _target(place: str, config: PeftConfig) -> str:
     depth = place.count(".base_layer")
     if depth >= len(stacks):
         raise ValueError(
-            f"{config.path} names {len(stacks)} stacks of experts in target_parameters, and the "
+            f"{config.path} names {len(stacks)} stacks of experts in target_parameters, but the "
             f"folder holds {place}."
         )
     return f"{name}.{stacks[::-1][depth]}"

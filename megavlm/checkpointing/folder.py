@@ -275,7 +275,7 @@ def check_family(step: Path, model_type: str) -> None:
     saved = saved_config(step).get("model_type", model_type)
     if saved != model_type:
         raise ValueError(
-            f"{step} holds a model of the family {saved}, and model.folder one of {model_type}: "
+            f"{step} holds a model of the family {saved}, but model.folder one of {model_type}: "
             "name a folder and a checkpoint of one model"
         )
 

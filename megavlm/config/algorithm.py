@@ -150,7 +150,7 @@ class PolicyOptimization(Section):
         if self.dynamic_sampling and self.responses_per_prompt == 1:
             raise ValueError(
                 f"algorithm.dynamic_sampling={self.dynamic_sampling} compares the responses to a "
-                "prompt, and algorithm.responses_per_prompt=1: raise that, or set "
+                "prompt, but algorithm.responses_per_prompt=1: raise that, or set "
                 "dynamic_sampling=0"
             )
         if self.overlong_buffer and self.mask_truncated:
@@ -165,13 +165,13 @@ class PolicyOptimization(Section):
     def _check_loss(self) -> None:
         if self.policy_loss == "gspo" and self.loss_aggregation != "sequence_mean":
             raise ValueError(
-                "algorithm.policy_loss=gspo is a mean over sequences, and "
+                "algorithm.policy_loss=gspo is a mean over sequences, but "
                 f"algorithm.loss_aggregation={self.loss_aggregation} is not: set "
                 "algorithm.loss_aggregation=sequence_mean"
             )
         if self.policy_loss == "cispo" and self.dual_clip is not None:
             raise ValueError(
-                f"algorithm.dual_clip={self.dual_clip} bounds a loss, and "
+                f"algorithm.dual_clip={self.dual_clip} bounds a loss, but "
                 "algorithm.policy_loss=cispo bounds weights: set algorithm.dual_clip=null"
             )
         if self.dual_clip is not None and self.dual_clip < 1 + self.clip_high:
@@ -190,12 +190,12 @@ class PolicyOptimization(Section):
             )
         if not in_loss and self.kl_estimator == "unbiased":
             raise ValueError(
-                "algorithm.kl_estimator=unbiased is about the gradient, and with "
+                "algorithm.kl_estimator=unbiased is about the gradient, but with "
                 "algorithm.kl_in=reward there is none: choose k1, k2 or k3"
             )
         if self.kl_target is not None and not self.kl_coefficient:
             raise ValueError(
-                f"algorithm.kl_target={self.kl_target} scales algorithm.kl_coefficient, and 0 "
+                f"algorithm.kl_target={self.kl_target} scales algorithm.kl_coefficient, but 0 "
                 "stays 0: give it a value to start from, or set algorithm.kl_target=null"
             )
 
@@ -204,7 +204,7 @@ class PolicyOptimization(Section):
         if self.old_logprobs == "rollout" and (self.importance != "none" or rejects):
             key = "reject_below, reject_above" if self.importance == "none" else "importance"
             raise ValueError(
-                f"algorithm.{key} compares the trainer's log-probs with the rollout's, and "
+                f"algorithm.{key} compares the trainer's log-probs with the rollout's, but "
                 "algorithm.old_logprobs=rollout computes none of the trainer's: set "
                 "algorithm.importance=none and no bounds, or algorithm.old_logprobs=trainer"
             )
@@ -242,7 +242,7 @@ class GRPO(PolicyOptimization):
         estimator = self.advantage_estimator
         if not self.normalize_by_std and estimator != "grpo" and ":" not in estimator:
             raise ValueError(
-                "algorithm.normalize_by_std=false is about algorithm.advantage_estimator=grpo, and "
+                "algorithm.normalize_by_std=false is about algorithm.advantage_estimator=grpo, but "
                 f"it is {estimator}: leave normalize_by_std out"
             )
 

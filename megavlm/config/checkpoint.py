@@ -71,7 +71,7 @@ class Checkpoint(Section):
             return
         if self.keep_last is None:
             raise ValueError(
-                f"checkpoint.keep_every={self.keep_every} keeps steps when others are deleted, and "
+                f"checkpoint.keep_every={self.keep_every} keeps steps when others are deleted, but "
                 "checkpoint.keep_last=null deletes none: set checkpoint.keep_last, or remove it"
             )
         if self.every == 0 or self.keep_every % self.every:

@@ -136,7 +136,7 @@ def _check_oversample(config: Config) -> None:
         return
     if rollout.router is not None:
         raise ValueError(
-            f"rollout.oversample={rollout.oversample} aborts requests at servers, and "
+            f"rollout.oversample={rollout.oversample} aborts requests at servers, but "
             f"rollout.router={rollout.router} hides them: set rollout.router=null or "
             "rollout.oversample=1.0"
         )
@@ -161,7 +161,7 @@ def _check_staleness(config: Config) -> None:
     key = f"rollout.max_staleness={rollout.max_staleness}"
     if rollout.colocate:
         raise ValueError(
-            f"{key} generates while the trainer trains, and rollout.colocate=true has them take "
+            f"{key} generates while the trainer trains, but rollout.colocate=true has them take "
             "turns on the same GPUs: set rollout.max_staleness=0 or rollout.colocate=false"
         )
     if algorithm.importance == "none":
@@ -172,18 +172,18 @@ def _check_staleness(config: Config) -> None:
         )
     if rollout.oversample != 1:
         raise ValueError(
-            f"rollout.oversample={rollout.oversample} aborts slow responses, and {key} waits for "
+            f"rollout.oversample={rollout.oversample} aborts slow responses, but {key} waits for "
             "none of them while it trains: set rollout.oversample=1.0 or rollout.max_staleness=0"
         )
     if rollout.router is not None:
         raise ValueError(
-            f"{key} sends requests to servers that have taken the last push, and "
+            f"{key} sends requests to servers that have taken the last push, but "
             f"rollout.router={rollout.router} hides them: set rollout.router=null or "
             "rollout.max_staleness=0"
         )
     if rollout.lora == "adapter":
         raise ValueError(
-            f"{key} goes on with responses after a push, and rollout.lora=adapter unloads the "
+            f"{key} goes on with responses after a push, but rollout.lora=adapter unloads the "
             "adapter that they began with: set rollout.lora=merged or rollout.max_staleness=0"
         )
 
@@ -197,7 +197,7 @@ def _check_replay(config: Config) -> None:
     ):
         if value:
             raise ValueError(
-                f"{key} is about rollouts, and algorithm.name={config.algorithm.name} trains on "
+                f"{key} is about rollouts, but algorithm.name={config.algorithm.name} trains on "
                 "answers of the data: remove it"
             )
 
@@ -207,7 +207,7 @@ def _check_adapters(config: Config) -> None:
         return
     if config.lora.rank == 0:
         raise ValueError(
-            "rollout.lora=adapter sends adapters, and lora.rank=0 trains none: "
+            "rollout.lora=adapter sends adapters, but lora.rank=0 trains none: "
             "set lora.rank, or rollout.lora=merged"
         )
     others = [target for target in config.lora.targets if target not in SERVED_TARGETS]
@@ -233,7 +233,7 @@ def _check_warmup(config: Config) -> None:
 def _check_optimizer(config: Config) -> None:
     if config.optimizer.grad_reduce_in_bf16 and config.model.dtype != "bfloat16":
         raise ValueError(
-            "optimizer.grad_reduce_in_bf16=true halves the gradients of a model in bfloat16, and "
+            "optimizer.grad_reduce_in_bf16=true halves the gradients of a model in bfloat16, but "
             f"model.dtype={config.model.dtype}: set the first to false or the second to bfloat16"
         )
     if config.optimizer.offload and config.rollout.colocate:
@@ -243,7 +243,7 @@ def _check_optimizer(config: Config) -> None:
         )
     if config.optimizer.precision_aware and config.model.dtype != "bfloat16":
         raise ValueError(
-            "optimizer.precision_aware=true keeps what weights in bfloat16 lack, and "
+            "optimizer.precision_aware=true keeps what weights in bfloat16 lack, but "
             f"model.dtype={config.model.dtype}: set the first to false or the second to bfloat16"
         )
 
@@ -270,7 +270,7 @@ def _check_checkpoint(config: Config) -> None:
     checkpoint, evaluation = config.checkpoint, config.evaluation
     if checkpoint.step is not None and config.run.resume == "never":
         raise ValueError(
-            f"checkpoint.step={checkpoint.step} is a step to resume from, and run.resume=never "
+            f"checkpoint.step={checkpoint.step} is a step to resume from, but run.resume=never "
             "resumes from none: remove one of them"
         )
     metric = checkpoint.best_metric

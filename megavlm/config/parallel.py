@@ -69,7 +69,7 @@ class Parallel(Section):
     def check(self) -> None:
         if self.sequence and self.tensor == 1:
             raise ValueError(
-                "parallel.sequence=true splits activations over the tensor-parallel ranks, and "
+                "parallel.sequence=true splits activations over the tensor-parallel ranks, but "
                 "parallel.tensor=1 has only one: set parallel.tensor above 1 or "
                 "parallel.sequence=false"
             )
@@ -79,7 +79,7 @@ class Parallel(Section):
                 value = getattr(self, key)
                 if value != default:
                     raise ValueError(
-                        f"parallel.{key}={value} is about pipeline stages, and "
+                        f"parallel.{key}={value} is about pipeline stages, but "
                         "parallel.pipeline=1 has none: remove it or raise parallel.pipeline"
                     )
         if self.data is not None and self.num_ranks % self.expert_ranks:

@@ -199,7 +199,7 @@ class Rollout(Section):
             # sglang-router 0.3.2 rewrites requests with only the sampling parameters it knows.
             raise ValueError(
                 f"rollout.router={self.router} leaves logit biases out of the requests that it "
-                "passes on, and rollout.suppress_special_tokens=true is one: servers would sample "
+                "passes on, but rollout.suppress_special_tokens=true is one: servers would sample "
                 "from another distribution than the one that is trained; set "
                 "rollout.suppress_special_tokens=false or rollout.router=null"
             )
@@ -219,7 +219,7 @@ class Rollout(Section):
                 shown = str(value).lower() if isinstance(value, bool) else value
                 shown = list(value) if isinstance(value, tuple) else shown
                 raise ValueError(
-                    f"rollout.{key}={shown} is for servers that megavlm starts, and "
+                    f"rollout.{key}={shown} is for servers that megavlm starts, but "
                     "rollout.mode=external starts none: remove it, or set rollout.mode=managed"
                 )
         if self.router is not None:
@@ -259,7 +259,7 @@ class Rollout(Section):
             own = gpus[start : start + size]
             if own != tuple(range(own[0], own[0] + size)):
                 raise ValueError(
-                    f"rollout.gpus={list(gpus)} gives one server {list(own)}, and a server takes "
+                    f"rollout.gpus={list(gpus)} gives one server {list(own)}, but a server takes "
                     "GPUs that follow each other: order them so"
                 )
 

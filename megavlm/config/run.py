@@ -61,6 +61,6 @@ class RunConfig(Section):
         for name in self.trackers:
             if name not in TRACKERS:
                 raise ValueError(
-                    f"run.trackers names {name!r}, and there are {', '.join(TRACKERS)}: "
+                    f"run.trackers names {name!r}, but there are {', '.join(TRACKERS)}: "
                     "take these, or none"
                 )

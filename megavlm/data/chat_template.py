@@ -118,7 +118,7 @@ class ChatTemplate:
         if not text.startswith(prompt) or not text.endswith(self._after_response):
             begin = prompt.rpartition(self._end)[2]
             raise ValueError(
-                f"{row.source}: the chat template begins a response by {begin!r}, and renders this "
+                f"{row.source}: the chat template begins a response by {begin!r}, but renders this "
                 f"answer otherwise, as {text[len(prompt) - len(begin) :][:80]!r}: give an answer "
                 "that it renders so (with a thought or without), or take another template"
             )

@@ -245,7 +245,7 @@ class _RowMaker:
             if chat.num_bare.get(kind) and not columns and self.checked:
                 key = "data.image_keys=[]" if kind == "image" else "data.video_key=null"
                 raise ValueError(
-                    f"the messages have a part of type {kind} without its {kind}, and {key} names "
+                    f"the messages have a part of type {kind} without its {kind}, but {key} names "
                     f"no column of {kind}s: set it, or give the part its {kind}"
                 )
         found = found or [(str(data.prompt_key), item) for item in chat.images]

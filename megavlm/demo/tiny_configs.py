@@ -159,7 +159,7 @@ def _qwen2_vl(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
     if remainder:
         raise ValueError(
             f"vision_ffn_size: {sizes.vision_ffn_size} is not a multiple of vision_hidden_size "
-            f"{sizes.vision_hidden_size}, and qwen2_vl's configuration holds only their ratio"
+            f"{sizes.vision_hidden_size}, but qwen2_vl's configuration holds only their ratio"
         )
     vision = {
         "embed_dim": sizes.vision_hidden_size,
@@ -215,7 +215,7 @@ def _qwen3_vl_moe(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
     if sizes.hidden_size in (ffn, 2 * ffn):
         raise ValueError(
             f"moe_ffn_size: {ffn} makes an expert tensor square under hidden_size "
-            f"{sizes.hidden_size}, and transformers decides by its shape whether to transpose it"
+            f"{sizes.hidden_size}, but transformers decides by its shape whether to transpose it"
         )
     text, vision = _qwen3_vl(sizes)
     text |= {

@@ -46,7 +46,7 @@ class Curriculum:
         """Restore the state. Raises ValueError if the recipe has fewer stages than the run had."""
         if state["stage"] and state["stage"] >= len(self._stages):
             raise ValueError(
-                f"curriculum.stages: the checkpoint is in stage {state['stage'] + 1}, and there "
+                f"curriculum.stages: the checkpoint is in stage {state['stage'] + 1}, but there "
                 f"are {len(self._stages)}: use its stages, or start with run.resume=never"
             )
         self._current = state["stage"]

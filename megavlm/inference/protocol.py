@@ -252,7 +252,7 @@ def _response(
         counted = meta.get("completion_tokens", len(tokens))
         if counted != len(tokens) or len(before) + len(tokens) > sampling.max_new_tokens:
             raise ValueError(
-                f"a response of {counted} tokens has {len(tokens)} log-probs, and may have "
+                f"a response of {counted} tokens has {len(tokens)} log-probs, but may have "
                 f"{sampling.max_new_tokens - len(before)}"
             )
     if not all(map(is_float32, logprobs)):

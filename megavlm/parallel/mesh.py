@@ -46,7 +46,7 @@ class Layout:
         if cut > 1 and together % cut and not platform.has_gpu():
             raise ValueError(
                 f"parallel.expert_tensor={cut} cuts experts over data ranks, whose tokens differ "
-                "in number, and gloo gathers equal numbers only: on a CPU set it to 1 or to a "
+                "in number, but gloo gathers equal numbers only: on a CPU set it to 1 or to a "
                 f"divisor of parallel.tensor x parallel.context = {together}"
             )
         return cls(
@@ -143,7 +143,7 @@ def check_world(layout: Layout, world_size: int) -> None:
         )
     if layout.virtual > 1 and layout.pipeline == 1:
         raise ValueError(
-            f"parallel.virtual={layout.virtual} splits pipeline stages, and parallel.pipeline=1 "
+            f"parallel.virtual={layout.virtual} splits pipeline stages, but parallel.pipeline=1 "
             "has none: set parallel.virtual=1 or raise parallel.pipeline."
         )
 

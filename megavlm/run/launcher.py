@@ -56,11 +56,11 @@ class Nodes:
         if not host or not port.isdecimal():
             raise ValueError(
                 f"--nodes {count} needs --master HOST:PORT, an address of the first node that all "
-                f"others reach, and it is {master!r}"
+                f"others reach, but it is {master!r}"
             )
         if rank is None or rank >= count:
             raise ValueError(
-                f"--nodes {count} needs --node-rank, 0 to {count - 1}, and it is {rank}; "
+                f"--nodes {count} needs --node-rank, 0 to {count - 1}, but it is {rank}; "
                 "0 is the node of --master"
             )
         return cls(count, rank, master or "")

@@ -32,7 +32,7 @@ def record_rollouts(config: Config, progress: Progress) -> None:
     """
     if not isinstance(config.algorithm, PolicyOptimization) or config.rollout.replay is not None:
         key = "algorithm.name=sft" if config.rollout.replay is None else "rollout.replay"
-        raise ValueError(f"megavlm rollout samples responses, and {key} samples none: change it")
+        raise ValueError(f"megavlm rollout samples responses, but {key} samples none: change it")
     config = replace(
         config,
         run=replace(config.run, record_rollouts=True),

@@ -299,7 +299,7 @@ def _check_one_dtype(chunks: Sequence[VisionLanguageModel]) -> None:
     trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
     if any_rank(any(p.dtype == torch.float32 for p in trained)):
         raise ValueError(
-            "optimizer.precision_aware=true reads gradients as they are reduced, and with "
+            "optimizer.precision_aware=true reads gradients as they are reduced, but with "
             "optimizer.grad_reduce_in_bf16=true those of this model are of two dtypes, as some of "
             "its parameters stay in float32: set one of the keys to false"
         )

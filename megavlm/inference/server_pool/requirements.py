@@ -37,7 +37,7 @@ class Requirements:
         """
         if self.fresh_images and _variable(info, IMAGE_CACHE) != "0":
             raise ValueError(
-                f"does not report that it caches no image features, and training changes the "
+                f"does not report that it caches no image features, but training changes the "
                 f"tower that makes them: start it with {IMAGE_CACHE}=0 and "
                 f"{EXPOSE_ENVIRONMENT}=1 in its environment"
             )
@@ -62,7 +62,7 @@ def check_version(info: Mapping[str, Any]) -> None:
     oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
     if version < OLDEST:
         raise ValueError(
-            f"runs SGLang {info.get('version')}, and {oldest} to {newest} are supported: install "
+            f"runs SGLang {info.get('version')}, but {oldest} to {newest} are supported: install "
             "one of these where the server runs"
         )
     if version > NEWEST:

@@ -151,7 +151,7 @@ def _check_experts(architecture: Architecture, layout: "Layout", options: "Model
             size = getattr(layout, axis)
             if size > 1:
                 raise ValueError(
-                    f"parallel.{axis}={size} divides experts, and the model has none: set "
+                    f"parallel.{axis}={size} divides experts, but the model has none: set "
                     f"parallel.{axis}=1"
                 )
         return

@@ -91,7 +91,7 @@ class QwenVideos(VideoProcessor):
         processor = self._processor
         if "temporal_factor" not in inspect.signature(processor.resize).parameters:
             raise ValueError(
-                "videos need the video processors of transformers 5.19, and an older one is "
+                "videos need the video processors of transformers 5.19, but an older one is "
                 "installed; install transformers 5.19 or leave rows with videos out"
             )
         resized: Tensor = processor.resize(

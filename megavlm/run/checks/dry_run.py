@@ -78,7 +78,7 @@ def check_tensors(config: Config) -> str:
             )
         if reader.shape(key) != entry.checkpoint_shape:
             raise ValueError(
-                f"model.checkpoint={checkpoint} holds {key} as {reader.shape(key)}, and the model "
+                f"model.checkpoint={checkpoint} holds {key} as {reader.shape(key)}, but the model "
                 f"in model.folder={folder} as {entry.checkpoint_shape}: name a folder and a "
                 "checkpoint of one model"
             )

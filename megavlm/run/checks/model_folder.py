@@ -157,7 +157,7 @@ def check_checkpoint(folder: Path, config: Config, values: Values) -> None:
     for name in saved.keys() & ours.keys():
         if saved[name] != ours[name]:
             raise ValueError(
-                f"model.checkpoint={folder} holds a model with {name}={saved[name]}, and the one "
+                f"model.checkpoint={folder} holds a model with {name}={saved[name]}, but the one "
                 f"in model.folder={config.model.folder} has {ours[name]}: name a folder and a "
                 "checkpoint of one model"
             )

@@ -135,7 +135,7 @@ def check_replay(config: Config) -> None:
     if last not in steps:
         held = f"has steps {steps[0]} to {steps[-1]}" if steps else "has no step_*.safetensors"
         raise ValueError(
-            f"rollout.replay={folder} {held}, and algorithm.steps={last}: give RUN_DIR/rollouts of "
+            f"rollout.replay={folder} {held}, but algorithm.steps={last}: give RUN_DIR/rollouts of "
             "a run with run.record_rollouts, or as many steps as it has"
         )
 
@@ -174,7 +174,7 @@ def _check_use(row: Row, config: Config, use: Literal["sft", "rewards"] | None) 
     calls = row.response is not None and row.response.keys.get("tool_calls")
     if use == "sft" and not row.answer.strip() and not calls:
         raise ValueError(
-            f"{row.source}: algorithm.name=sft needs an answer to learn, and this row has none: "
+            f"{row.source}: algorithm.name=sft needs an answer to learn, but this row has none: "
             "name its column in data.answer_key, or end the chat with the assistant's message"
         )
     reward, is_class = config.reward, IMPORT_PATH.fullmatch(config.environment.name)

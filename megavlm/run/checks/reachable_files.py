@@ -36,7 +36,7 @@ def check_reachable_files(config: Config) -> None:
         (key, path), lacking_hosts = next(iter(hosts.items()))
         others = f" (and {len(hosts) - 1} more files)" if len(hosts) > 1 else ""
         raise ValueError(
-            f"{key}: {path}{others} cannot be read on {', '.join(lacking_hosts)}, and every "
+            f"{key}: {path}{others} cannot be read on {', '.join(lacking_hosts)}, but every "
             "machine of the trainer reads it: put it where all of them have it under one path"
         )
 

@@ -175,7 +175,7 @@ def test_a_number_too_large_for_the_dtype_is_refused(
     import_hf(hf, tmp_path / "checkpoint")
     with pytest.raises(
         ValueError,
-        match=f"^{re.escape(name)} holds -1e[+]06, and float16 has a maximum of 65504: "
+        match=f"^{re.escape(name)} holds -1e[+]06, but float16 has a maximum of 65504: "
         ".*--dtype bfloat16",
     ):
         export_hf(

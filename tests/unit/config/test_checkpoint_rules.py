@@ -22,7 +22,7 @@ BROKEN = {
     ("checkpoint.step=-1",): "checkpoint.step=-1 is out of range",
     ("checkpoint.best_mode=highest",): "has the wrong type: it must be one of max, min",
     ("checkpoint.async=true",): "unknown key checkpoint.async: did you mean checkpoint.async_save?",
-    ("checkpoint.step=4", "run.resume=never"): "and run.resume=never resumes from none: remove one",
+    ("checkpoint.step=4", "run.resume=never"): "but run.resume=never resumes from none: remove one",
     (
         "checkpoint.every=10",
         "checkpoint.keep_every=20",

@@ -24,11 +24,11 @@ BROKEN = {
     (
         "optimizer.grad_reduce_in_bf16=true",
         "model.dtype=float32",
-    ): "optimizer.grad_reduce_in_bf16=true halves the gradients of a model in bfloat16, and model",
+    ): "optimizer.grad_reduce_in_bf16=true halves the gradients of a model in bfloat16, but model",
     (
         "optimizer.precision_aware=true",
         "model.dtype=float32",
-    ): "optimizer.precision_aware=true keeps what weights in bfloat16 lack, and model.dtype=float3",
+    ): "optimizer.precision_aware=true keeps what weights in bfloat16 lack, but model.dtype=float3",
     (
         "optimizer.offload=true",
         "rollout.colocate=true",
@@ -58,7 +58,7 @@ BROKEN = {
     (
         "algorithm.policy_loss=cispo",
         "algorithm.dual_clip=3",
-    ): "algorithm.dual_clip=3.0 bounds a loss, and algorithm.policy_loss=cispo bounds weights",
+    ): "algorithm.dual_clip=3.0 bounds a loss, but algorithm.policy_loss=cispo bounds weights",
     ("algorithm.policy_loss=gspo",): "set algorithm.loss_aggregation=sequence_mean",
     (
         "algorithm.kl_estimator=k1",
@@ -66,11 +66,11 @@ BROKEN = {
     (
         "algorithm.kl_estimator=unbiased",
         "algorithm.kl_in=reward",
-    ): "algorithm.kl_estimator=unbiased is about the gradient, and with algorithm.kl_in=reward",
+    ): "algorithm.kl_estimator=unbiased is about the gradient, but with algorithm.kl_in=reward",
     (
         "algorithm.kl_target=0.1",
         "algorithm.kl_coefficient=0",
-    ): "algorithm.kl_target=0.1 scales algorithm.kl_coefficient, and 0 stays 0",
+    ): "algorithm.kl_target=0.1 scales algorithm.kl_coefficient, but 0 stays 0",
     ("algorithm.old_logprobs=rollout",): "algorithm.importance compares the trainer's log-probs wi",
     (
         "algorithm.old_logprobs=rollout",
@@ -84,7 +84,7 @@ BROKEN = {
     (
         "rollout.max_staleness=1",
         "rollout.colocate=true",
-    ): "rollout.max_staleness=1 generates while the trainer trains, and rollout.colocate=true",
+    ): "rollout.max_staleness=1 generates while the trainer trains, but rollout.colocate=true",
     (
         "rollout.max_staleness=1",
         "algorithm.importance=none",
@@ -92,7 +92,7 @@ BROKEN = {
     (
         "rollout.max_staleness=1",
         "rollout.oversample=1.5",
-    ): "rollout.oversample=1.5 aborts slow responses, and rollout.max_staleness=1",
+    ): "rollout.oversample=1.5 aborts slow responses, but rollout.max_staleness=1",
     (
         "rollout.max_staleness=1",
         "lora.rank=4",
@@ -122,7 +122,7 @@ BROKEN = {
     (
         "algorithm.advantage_estimator=rloo",
         "algorithm.normalize_by_std=false",
-    ): "algorithm.normalize_by_std=false is about algorithm.advantage_estimator=grpo, and it is rl",
+    ): "algorithm.normalize_by_std=false is about algorithm.advantage_estimator=grpo, but it is rl",
     (
         "algorithm.name=ppo",
         "algorithm.critic_warmup_steps=40",
@@ -133,7 +133,7 @@ BROKEN = {
     ): "set rollout.top_p=1.0 for ppo",
     ("parallel.sequence=true",): "parallel.sequence=true splits",
     ("parallel.context=0",): "parallel.context=0 is out of range",
-    ("parallel.virtual=2",): "parallel.virtual=2 is about pipeline stages, and parallel.pipeline=1",
+    ("parallel.virtual=2",): "parallel.virtual=2 is about pipeline stages, but parallel.pipeline=1",
     ("parallel.first_stage_layers=1",): "parallel.first_stage_layers=1 is about pipeline stages",
     ("parallel.last_stage_layers=9",): "parallel.last_stage_layers=9 is about pipeline stages",
     (
@@ -244,7 +244,7 @@ BROKEN = {
     ("rollout.port=65535", "rollout.servers=2"): "rollout.port=65535 is the first of rollout.serv",
     ("rollout.gpus=[4]", "rollout.servers=2"): "rollout.gpus=[4] must name 2 different GPUs",
     ("rollout.gpus=[4, 4]", "rollout.servers=2"): "rollout.gpus=[4, 4] must name 2 different GPUs",
-    ("rollout.gpus=[4, 6]", "rollout.tensor_parallel=2"): "gives one server [4, 6], and a server",
+    ("rollout.gpus=[4, 6]", "rollout.tensor_parallel=2"): "gives one server [4, 6], but a server",
     (
         "rollout.colocate=true",
         "rollout.sync=distributed",

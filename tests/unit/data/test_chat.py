@@ -134,8 +134,8 @@ def test_a_part_holds_its_image_where_no_column_is_named(
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([{"type": "image"}], r"a part of type image without its image, and data\.image_keys=\[\]"),
-        ([{"type": "video"}], r"a part of type video without its video, and data\.video_key=null"),
+        ([{"type": "image"}], r"a part of type image without its image, but data\.image_keys=\[\]"),
+        ([{"type": "video"}], r"a part of type video without its video, but data\.video_key=null"),
         ([{"type": "image"}, {"image": "a.png"}], "a part of type image without its image"),
         ([{"type": "image", "source": {"data": "x"}}], "part of type image with the key 'source'"),
         (

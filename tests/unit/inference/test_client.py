@@ -291,7 +291,7 @@ def data_url_of(image: ProcessedImage) -> str:
         ([(-0.5, -1)], "a token beyond the 9 of the model"),
         ([(-1e39, 5)], "log-probs that are not finite"),
         ([], "a response without a token ended with stop"),
-        ([(-0.5, 5)] * 5, "a response of 5 tokens has 5 log-probs, and may have 4"),
+        ([(-0.5, 5)] * 5, "a response of 5 tokens has 5 log-probs, but may have 4"),
     ],
 )
 def test_an_answer_of_the_right_form_can_be_malformed(

@@ -99,7 +99,7 @@ def test_a_layout_that_fits(
             "Qwen3-VL-8B",
             Layout(expert=2),
             ModelOptions(),
-            "parallel.expert=2 divides experts, and the model has none: set parallel.expert=1",
+            "parallel.expert=2 divides experts, but the model has none: set parallel.expert=1",
         ),
     ],
 )

@@ -127,7 +127,7 @@ def name(request: pytest.FixtureRequest, log: Log, monkeypatch: pytest.MonkeyPat
 
 def test_the_keys_of_the_configuration_are_the_trackers() -> None:
     assert tuple(TRACKERS) == NAMES
-    with pytest.raises(ValueError, match=r"run.trackers names 'tensorboard', and there are wandb"):
+    with pytest.raises(ValueError, match=r"run.trackers names 'tensorboard', but there are wandb"):
         RunConfig(dir="x", trackers=("tensorboard",)).check()
 
 

@@ -133,7 +133,7 @@ def test_the_folder_is_checked_before_a_run(
 
     RecordedRollouts(tmp_path / "other").save(1, [played(processor)])
     check(1, tmp_path / "other")
-    with pytest.raises(ValueError, match=r"has steps 1 to 1, and algorithm.steps=2"):
+    with pytest.raises(ValueError, match=r"has steps 1 to 1, but algorithm.steps=2"):
         check(2, tmp_path / "other")
     with pytest.raises(ValueError, match="has no step_"):
         check(2, tmp_path / "none")

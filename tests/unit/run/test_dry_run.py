@@ -88,7 +88,7 @@ def test_a_checkpoint_of_another_size(dry: DryRun, model: Path, tmp_path: Path) 
     assert f"and those of {checkpoint}/step_00000000" in dry(given)
     shutil.rmtree(model)
     make_tiny_model(model, ["Colour? red"] * 20, seed=0, num_layers=4)
-    assert "num_hidden_layers=3, and the one in model.folder" in refused(dry, given)
+    assert "num_hidden_layers=3, but the one in model.folder" in refused(dry, given)
     (checkpoint / "hf" / "config.json").unlink()  # its tensors still tell
     assert "holds " in (said := refused(dry, given)) or "has no tensor" in said
     assert "name a folder and a checkpoint of one model" in said

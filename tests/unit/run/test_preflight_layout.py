@@ -139,7 +139,7 @@ REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
     (
         {},
         ["parallel.expert=2"],
-        "parallel.expert=2 divides experts, and the model has none: set parallel.expert=1",
+        "parallel.expert=2 divides experts, but the model has none: set parallel.expert=1",
     ),
     (EXPERTS, ["parallel.expert=3"], "parallel.expert=3 does not divide the model's num_experts=8"),
     (
