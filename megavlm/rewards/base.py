@@ -1,13 +1,26 @@
 """Interface of reward functions: arguments, return value and failures.
 
-A reward is a function
+A reward is a function of a response and the row's columns (problem, answer, category and the
+columns in data.extra_keys):
 
-    score(response: str, row: Mapping[str, Any], [images: Sequence[bytes],] **options)
+    score(response: str, row: Mapping[str, Any], **options)
 
-of a response, the row's columns (problem, answer, category and the columns in data.extra_keys) and,
-if it has that parameter, the row's images as encoded files. It returns a number, or a mapping or
-Score with `reward` and optionally `correct` and `parts`. If it returns only a number, a response is
-correct from 1 upwards. The function may be async.
+It returns a number, or a mapping or Score with `reward` and optionally `correct` and `parts`. If it
+returns only a number, a response is correct from 1 upwards. A function with the parameters
+`responses` and `rows` scores a whole group at once, and returns a list with one such value for each
+response:
+
+    score(responses: list[str], rows: list[Mapping[str, Any]], **options)
+
+A function may ask for more by the names of its parameters (CONTEXT). In a reward of a group, each
+of them is a list with one item for each response.
+
+    images: list[bytes]     the row's images, as encoded files
+    finish_reason: str      "stop", or "length" for a response that was cut short
+    turns: list[str]        the responses of all turns of the episode so far, this one included
+    token_ids: list[int]    the sampled tokens of this response
+
+The function may be async.
 """
 
 from collections.abc import Mapping
@@ -63,6 +76,18 @@ def check_answer(row: Mapping[str, Any], **_: Any) -> None:
             "the row has no answer that a response is compared with: name its column in "
             "data.answer_key, or take another reward"
         )
+
+
+CONTEXT = ("images", "finish_reason", "turns", "token_ids")
+
+
+@dataclass(frozen=True)
+class ResponseDetails:
+    """Facts about a response that a reward may ask for, see CONTEXT."""
+
+    finish_reason: str = "stop"
+    turns: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 class RewardStop(RuntimeError):

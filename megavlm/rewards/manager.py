@@ -13,7 +13,7 @@ from megavlm.config.reward import Reward
 from megavlm.limited.failure import CallFailure
 from megavlm.numbers import is_float32
 from megavlm.rewards import registry
-from megavlm.rewards.base import Example, RewardStop, Score
+from megavlm.rewards.base import Example, ResponseDetails, RewardStop, Score
 from megavlm.rewards.pool import RewardPool
 from megavlm.rewards.services import RemoteOptions, RemoteReward
 
@@ -52,6 +52,7 @@ class RewardManager:
         local = [part for part in parts if part.label not in self._remote]
         self._local = {part.label: index for index, part in enumerate(local)}
         self._pool = None
+        self._of_groups: list[Part] = []
         if local:
             rewards = [(part.name, part.options) for part in local]
             self._pool = RewardPool(
@@ -60,6 +61,14 @@ class RewardManager:
                 timeout=settings.timeout,
                 memory_mb=settings.memory_mb,
             )
+            takes = zip(local, self._pool.takes, strict=True)
+            self._of_groups = [part for part, found in takes if found.is_group]
+        self._of_responses = [part for part in parts if part not in self._of_groups]
+
+    @property
+    def scores_groups(self) -> bool:
+        """True if a reward scores whole groups."""
+        return bool(self._of_groups)
 
     def check(self, stage: CurriculumStage) -> None:
         """Check that a reward has each setting of a stage. Raises ValueError if none has it."""
@@ -72,24 +81,77 @@ class RewardManager:
         for part in self.parts:
             registry.check_options(part.name, self._options(part, self._takes(part), stage))
 
-    def _takes(self, part: Part) -> set[str]:
+    def _takes(self, part: Part) -> Sequence[str]:
         if part.label in self._remote:
-            return set()
+            return ()
         assert self._pool is not None
-        return self._pool.takes[self._local[part.label]]
+        return self._pool.takes[self._local[part.label]].options
 
     async def score(
-        self, response: str, example: Example, stage: CurriculumStage | None = None
+        self,
+        response: str,
+        example: Example,
+        stage: CurriculumStage | None = None,
+        details: ResponseDetails | None = None,
     ) -> Score:
-        """Score a response. Raises RewardStop if a reward fails and reward.on_failure=stop."""
+        """Score a response by the rewards of single responses. Raises RewardStop if a reward fails
+        and reward.on_failure=stop.
+        """
+        (score,) = await self._score(
+            self._of_responses, [response], [details or ResponseDetails()], example, stage
+        )
+        return score
+
+    async def score_group(
+        self,
+        responses: Sequence[str],
+        details: Sequence[ResponseDetails],
+        known: Sequence[Score],
+        example: Example,
+        stage: CurriculumStage | None = None,
+    ) -> list[Score]:
+        """Score all responses of a group by the rewards of groups. Raises RewardStop as `score`
+        does.
+
+        known: Scores of the responses without these rewards.
+
+        Returns scores whose `reward` is to be added, and whose other fields include `known`.
+        """
+        found = await self._score(self._of_groups, responses, details, example, stage)
+        decides = self.parts[0] in self._of_groups
+        return [
+            score
+            if score.failure
+            else replace(
+                score,
+                correct=score.correct if decides else before.correct,
+                parts={**before.parts, **score.parts},
+            )
+            for score, before in zip(found, known, strict=True)
+        ]
+
+    async def _score(
+        self,
+        parts: Sequence[Part],
+        responses: Sequence[str],
+        details: Sequence[ResponseDetails],
+        example: Example,
+        stage: CurriculumStage | None,
+    ) -> list[Score]:
         stage = stage or CurriculumStage()
         try:
             found = await asyncio.gather(
-                *(self._part(part, response, example, stage) for part in self.parts)
+                *(self._part(part, responses, details, example, stage) for part in parts)
             )
-            return self._combine(found, stage)
         except CallFailure as failure:
-            return self.failed(failure)
+            return [self.failed(failure) for _ in responses]
+        scores = []
+        for index in range(len(responses)):
+            try:
+                scores.append(self._combine(parts, [of_part[index] for of_part in found], stage))
+            except CallFailure as failure:
+                scores.append(self.failed(failure))
+        return scores
 
     def failed(self, failure: CallFailure) -> Score:
         """Count a failure, and return the score that reward.on_failure defines for it. Raises
@@ -106,36 +168,47 @@ class RewardManager:
         skipped = self._settings.on_failure == "skip"
         return Score(self._settings.failure_value, False, failure=failure.kind, skipped=skipped)
 
-    def _combine(self, found: Sequence[Score], stage: CurriculumStage) -> Score:
-        """Return the weighted sum of scores; the first one decides correctness. Raises
+    def _combine(
+        self, parts: Sequence[Part], found: Sequence[Score], stage: CurriculumStage
+    ) -> Score:
+        """Return the weighted sum of a response's scores by some of the rewards. Correctness is
+        decided by the first reward of all, and without it the response is not correct. Raises
         CallFailure for a sum that is not finite.
         """
-        if len(found) == 1:
-            only, part = found[0], self.parts[0]
-            return replace(only, reward=_finite(part.weight * only.reward))
-        parts: dict[str, float] = {}
-        total = 0.0
-        for part, score in zip(self.parts, found, strict=True):
+        if len(self.parts) == len(parts) == 1:
+            return replace(found[0], reward=_finite(parts[0].weight * found[0].reward))
+        components: dict[str, float] = {}
+        total, correct = 0.0, False
+        for part, score in zip(parts, found, strict=True):
             total += stage.weights.get(part.label, part.weight) * score.reward
-            parts[part.label] = score.reward
-            parts |= {f"{part.label}/{name}": value for name, value in score.parts.items()}
-        return Score(_finite(total), found[0].correct, parts)
+            components[part.label] = score.reward
+            components |= {f"{part.label}/{name}": value for name, value in score.parts.items()}
+            if part is self.parts[0]:
+                correct = score.correct
+        return Score(_finite(total), correct, components)
 
     async def _part(
-        self, part: Part, response: str, example: Example, stage: CurriculumStage
-    ) -> Score:
+        self,
+        part: Part,
+        responses: Sequence[str],
+        details: Sequence[ResponseDetails],
+        example: Example,
+        stage: CurriculumStage,
+    ) -> list[Score]:
         if part.label in self._remote:
-            found = await self._remote[part.label].score(response, example)
+            (response,) = responses
+            found = [await self._remote[part.label].score(response, example)]
         else:
             assert self._pool is not None
             index = self._local[part.label]
             options = self._options(part, self._takes(part), stage)
+            row, images = example.columns(), example.images
             found = await asyncio.wrap_future(
-                self._pool.submit(index, response, example.columns(), example.images, options)
+                self._pool.submit(index, responses, details, row, images, options)
             )
-        return _checked(found)
+        return [_checked(score) for score in found]
 
-    def _options(self, part: Part, takes: set[str], stage: CurriculumStage) -> dict[str, Any]:
+    def _options(self, part: Part, takes: Sequence[str], stage: CurriculumStage) -> dict[str, Any]:
         options = dict(part.options)
         if stage.tolerance is not None and "tolerance" in takes:
             options["tolerance"] = stage.tolerance

@@ -7,7 +7,10 @@ from typing import Any
 
 from megavlm.limited.pool import ProcessPool
 from megavlm.limited.process import LimitedProcess
+from megavlm.rewards.base import ResponseDetails
+from megavlm.rewards.registry import RewardArguments
 
+MAX_SCORES = 2**20  # bytes: the scores of a group
 Rewards = Sequence[tuple[str, Mapping[str, Any]]]  # names and options
 
 
@@ -22,13 +25,14 @@ class RewardProcess(LimitedProcess):
             {"rewards": rewards},
             what=f"reward ({names})",
             memory_mb=memory_mb,
+            max_reply=MAX_SCORES,
         )
-        self.takes: list[set[str]] = [set(arguments) for arguments in self.reply["takes"]]
+        self.takes = [RewardArguments(**found) for found in self.reply["takes"]]
 
 
 class RewardPool:
     def __init__(self, rewards: Rewards, *, workers: int, timeout: float, memory_mb: int) -> None:
-        """Start the first process. timeout: seconds for one function and response. Raises
+        """Start the first process. timeout: seconds for one call of a function. Raises
         ValueError if a function cannot be loaded.
         """
         self._timeout = timeout
@@ -38,27 +42,32 @@ class RewardPool:
     def submit(
         self,
         function: int,
-        response: str,
+        responses: Sequence[str],
+        details: Sequence[ResponseDetails],
         row: Mapping[str, Any],
         images: Sequence[bytes],
         options: Mapping[str, Any],
-    ) -> "Future[dict[str, Any]]":
-        """Call rewards[function]; the future returns {reward, correct, parts} or raises
-        CallFailure.
+    ) -> "Future[list[dict[str, Any]]]":
+        """Call rewards[function] for responses to one row: one, or a group if it scores groups. The
+        future returns {reward, correct, parts} of each, or raises CallFailure.
         """
 
-        def call(process: RewardProcess) -> dict[str, Any]:
-            encoded = None
-            if "images" in self.takes[function]:
-                encoded = [base64.b64encode(image).decode() for image in images]
+        def call(process: RewardProcess) -> list[dict[str, Any]]:
+            context: dict[str, Any] = {}
+            for name in self.takes[function].context:
+                if name == "images":  # sent once, because all responses are to the same images
+                    context[name] = [base64.b64encode(image).decode() for image in images]
+                else:
+                    context[name] = [getattr(of_one, name) for of_one in details]
             request = {
                 "function": function,
-                "response": response,
+                "responses": list(responses),
                 "row": row,
-                "images": encoded,
+                "context": context,
                 "options": options,
             }
-            return process.call(request, self._timeout)
+            scores: list[dict[str, Any]] = process.call(request, self._timeout)["scores"]
+            return scores
 
         return self._pool.submit(call)
 

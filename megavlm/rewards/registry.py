@@ -3,11 +3,12 @@ URL.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megavlm.config.import_path import IMPORT_PATH, import_object
-from megavlm.rewards.base import check_answer
+from megavlm.rewards.base import CONTEXT, check_answer
 from megavlm.task import BUILT_IN_TASKS, Task, find_task
 
 RewardFunction = Callable[..., Any]  # signature: see base.py
@@ -51,9 +52,9 @@ def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
     function: RewardFunction = import_object(path)
     if not callable(function):
         raise ValueError(f"{name} is not a function")
-    takes = arguments(function) - {"images"}
-    if (unknown := sorted(set(options) - takes)) and not _takes_any(function):
-        known = ", ".join(sorted(takes)) or "none"
+    takes = arguments(function).options
+    if (unknown := sorted(set(options) - set(takes))) and not _takes_any(function):
+        known = ", ".join(takes) or "none"
         raise ValueError(f"it takes no option {unknown[0]!r}; its options are: {known}")
     check_options(name, options)
     return function
@@ -90,13 +91,40 @@ def check_reward_row(name: str, row: Mapping[str, Any], options: Mapping[str, An
         import_object(task.check_row)(row, **options)
 
 
-def arguments(function: RewardFunction) -> set[str]:
-    """Return the names of a function's options, and, if it has **options, the options that a
-    curriculum may set. They include "images" if the function has that parameter.
+@dataclass(frozen=True)
+class RewardArguments:
+    """The arguments of a reward function.
+
+    is_group: True if it scores a whole group. options: Names of its options, and, if it has
+    **options, of the options that a curriculum may set. context: The names from CONTEXT that it
+    asks for.
     """
-    parameters = list(inspect.signature(function).parameters.values())[2:]
-    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return names | {"tolerance", "weights"} if _takes_any(function) else names
+
+    is_group: bool
+    options: Sequence[str]
+    context: Sequence[str]
+
+
+def arguments(function: RewardFunction) -> RewardArguments:
+    """Return the arguments of a function. Raises ValueError if it takes neither one response nor a
+    group.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    names = {parameter.name for parameter in parameters}
+    is_group = {"responses", "rows"} <= names
+    if "responses" in names and (not is_group or "response" in names):
+        other = "response" if "response" in names else "no rows"
+        raise ValueError(
+            f"it has the parameter responses and {other}: a reward takes a response and its row, "
+            "or the responses and rows of a group"
+        )
+    if not is_group:
+        parameters = parameters[2:]  # the response and its row, whatever their names are
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    takes = {p.name for p in parameters if p.kind in by_name} - {"responses", "rows"}
+    further = {"tolerance", "weights"} if _takes_any(function) else set()
+    options = (takes - set(CONTEXT)) | further
+    return RewardArguments(is_group, sorted(options), sorted(takes & set(CONTEXT)))
 
 
 def _takes_any(function: RewardFunction) -> bool:

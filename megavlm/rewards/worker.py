@@ -9,7 +9,7 @@ import base64
 import inspect
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -29,27 +29,55 @@ def main() -> None:
     )
     functions = [registry.load_reward(name, options) for name, options in setup["rewards"]]
     sys.excepthook = sys.__excepthook__
-    takes = [sorted(registry.arguments(function)) for function in functions]
-    control.sendall(frame({"takes": takes}))
+    takes = [registry.arguments(function) for function in functions]
+    control.sendall(frame({"takes": [asdict(found) for found in takes]}))
     while (request := receive(control)) is not None:
         limit_cpu(request["cpu_seconds"])
-        reply = run_reward(functions[request["function"]], request)
+        index = request["function"]
+        reply = run_reward(functions[index], takes[index].is_group, request)
         sys.stdout.flush()
         control.sendall(frame(reply | {"left_children": has_children()}))
 
 
-def run_reward(function: registry.RewardFunction, request: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = dict(request["options"])
-    if request["images"] is not None:
-        arguments["images"] = [base64.b64decode(image) for image in request["images"]]
+def run_reward(
+    function: registry.RewardFunction, is_group: bool, request: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return {scores}, one for each response of the request, or the failure of the function."""
+    responses, row, context = request["responses"], request["row"], request["context"]
+    if "images" in context:
+        images = [base64.b64decode(image) for image in context["images"]]
+        context["images"] = [images] * len(responses)
     try:
-        result = function(request["response"], request["row"], **arguments)
-        return as_reply(asyncio.run(result) if inspect.iscoroutine(result) else result)
+        if is_group:
+            rows = [dict(row) for _ in responses]
+            result = function(responses=responses, rows=rows, **context, **request["options"])
+        else:
+            alone = {name: values[0] for name, values in context.items()}
+            result = function(responses[0], row, **alone, **request["options"])
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        results = as_list(result, len(responses)) if is_group else [result]
+        return {"scores": [as_reply(result) for result in results]}
     except MemoryError:
         return {"failure": "memory", "message": "out of memory"}
     # The user's code may raise anything, including SystemExit.
     except BaseException as error:
         return {"failure": "exception", "message": f"{type(error).__name__}: {error}"[:500]}
+
+
+def as_list(result: Any, count: int) -> list[Any]:
+    """Return the values that a reward of a group returned for its `count` responses. Raises
+    ValueError if there is not one for each.
+    """
+    is_list = isinstance(result, Iterable) and not isinstance(result, str | Mapping)
+    values = list(result) if is_list else None
+    if values is None or len(values) != count:
+        shown = f"{result!r:.50}" if values is None else f"{len(values)} values"
+        raise ValueError(
+            f"it returned {shown} for a group of {count} responses: return a list with one score "
+            "for each"
+        )
+    return values
 
 
 def as_reply(result: Any) -> dict[str, Any]:
@@ -60,10 +88,20 @@ def as_reply(result: Any) -> dict[str, Any]:
         result = {"reward": result}
     correct = result.get("correct")
     return {
-        "reward": float(result["reward"]),
+        "reward": _number(result["reward"]),
         "correct": None if correct is None else bool(correct),
-        "parts": {str(name): float(value) for name, value in result.get("parts", {}).items()},
+        "parts": {str(name): _number(value) for name, value in result.get("parts", {}).items()},
     }
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"it returned {value!r:.50}, which is not a number: return a number, or a mapping with "
+            "the number `reward`"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Episodes: the policy and its environments take turns until all episodes have ended. A response is
 scored as soon as it arrives, and the next turn begins at once, so that no episode waits for
-another.
+another. Rewards of a whole group are computed when its last episode has ended.
 
 Tokens in, tokens out: a turn's request contains the token ids of all turns before it, with
 responses exactly as the servers sent them. Only observations are tokenized.
@@ -27,7 +27,7 @@ from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestRefused, RequestTimedOut
 from megavlm.limited.failure import CallFailure
 from megavlm.observability.phases import Phases
-from megavlm.rewards.base import Example
+from megavlm.rewards.base import Example, ResponseDetails
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.timed_environment import TimedEnvironment, step_score
 from megavlm.rollout.trajectory import Episode, Group
@@ -170,6 +170,8 @@ class EpisodeRunner:
             pairs = zip(group.episodes, responses, strict=True)
             await asyncio.gather(*(self._play(*pair, ask) for pair in pairs))
         group.timed_out = not group.is_played
+        if group.is_played and self.reward_manager.scores_groups:
+            await self._score_group(group)
 
     def take_skipped(self) -> Counter[Kind]:
         """Return the prompts skipped since the last call, by reason."""
@@ -217,6 +219,7 @@ class EpisodeRunner:
             self._skip("bad", str(failure))
         else:
             group.episodes = [Episode(prompt, environment) for environment in made]
+            group.stage = stage
 
     def _skip(self, kind: Kind, reason: str) -> None:
         self.skipped[kind] += 1
@@ -229,6 +232,19 @@ class EpisodeRunner:
             raise
         except ValueError as error:  # such as an unreadable image
             raise CallFailure("value", f"{self._name(prompt)}: {error}") from error
+
+    async def _score_group(self, group: Group) -> None:
+        """Add the rewards of the whole group to its episodes, apart from those that have failed."""
+        scores = await self.reward_manager.score_group(
+            [episode.texts[-1] for episode in group.episodes],
+            [details(episode.responses[-1], episode.texts) for episode in group.episodes],
+            group.scores,
+            example(group.prompt.row, self._config.data.system_prompt),
+            group.stage,
+        )
+        for episode, score in zip(group.episodes, scores, strict=True):
+            if episode.score.failure is None:
+                episode.add_group_score(score)
 
     async def _play(self, episode: Episode, response: Response, ask: Ask) -> None:
         """Play an episode from its first response to its end, or until a request times out."""
@@ -248,7 +264,7 @@ class EpisodeRunner:
         environment, following = episode.environment, None
         assert prompt is not None and environment is not None
         try:
-            step = await environment.step(text)
+            step = await environment.step(text, details(response, [*episode.texts, text]))
             reward, score = step_score(step, self._name(prompt), sum(episode.rewards))
             if not step.done and self._has_next_turn(episode, response):
                 following = self._next_prompt(prompt, response, step)
@@ -341,6 +357,13 @@ def example(row: Row, system_prompt: str | None = None) -> Example:
         messages = (Message("system", system_prompt), *messages)
     chat = tuple({"role": m.role, "content": m.text, **m.keys} for m in messages)
     return Example(row.problem, row.answer, row.category, row.images, row.extra, chat)
+
+
+def details(response: Response, turns: Sequence[str]) -> ResponseDetails:
+    """Return the facts about a response that rewards may ask for. turns: Texts of the episode's
+    responses up to this one.
+    """
+    return ResponseDetails(response.finish, tuple(turns), response.token_ids)
 
 
 def episode_seed(seed: int, step: int, row: Row) -> int:

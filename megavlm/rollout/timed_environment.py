@@ -11,7 +11,7 @@ from megavlm.environments.base import Context, Observation, Step
 from megavlm.environments.processes import EnvironmentPool, Local
 from megavlm.limited.failure import CallFailure
 from megavlm.numbers import is_float32
-from megavlm.rewards.base import Example, RewardStop, Score
+from megavlm.rewards.base import Example, ResponseDetails, RewardStop, Score
 
 T = TypeVar("T")
 
@@ -26,20 +26,26 @@ class TimedEnvironment:
         self,
         environments: Local | EnvironmentPool,
         settings: EnvironmentConfig,
-        reward: Callable[[str, Example], Awaitable[Score]],
+        reward: Callable[..., Awaitable[Score]],
         name: str,
     ) -> None:
+        """Make the environment. reward: RewardManager.score, with the curriculum's stage bound."""
         self._environment = environments.make(Context(self.score, settings.max_turns))
         self._timeout, self._limit = environments.timeout, settings.timeout
         self._reward, self._name = reward, name
         self._clock: asyncio.Timeout | None = None
         self._left, self._pending = 0.0, 0
+        self._details = ResponseDetails()
 
     async def reset(self, row: Example, seed: int) -> Observation:
         self._row = row
         return await self._call(self._environment.reset(row, seed))
 
-    async def step(self, text: str) -> Step:
+    async def step(self, text: str, details: ResponseDetails) -> Step:
+        """Play a turn. details: Facts about the response for rewards that the environment asks for
+        during this turn.
+        """
+        self._details = details
         return await self._call(self._environment.step(text))
 
     async def score(self, text: str, row: Example | None = None) -> Score:
@@ -53,7 +59,7 @@ class TimedEnvironment:
             clock.reschedule(None)
         self._pending += 1
         try:
-            return await self._reward(text, row or self._row)
+            return await self._reward(text, row or self._row, details=self._details)
         finally:
             self._pending -= 1
             if clock is not None and self._left and not self._pending:

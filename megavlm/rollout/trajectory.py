@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megavlm.config.curriculum import CurriculumStage
 from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import text_positions
@@ -47,6 +48,13 @@ class Episode:
         if following is None:
             self.environment = None  # to free its memory, such as images
 
+    def add_group_score(self, score: Score) -> None:
+        """Add the score by rewards of the whole group to the last turn. If such a reward failed,
+        the score replaces the last turn's reward, as with any other reward.
+        """
+        self.rewards[-1] = score.reward if score.failure else self.rewards[-1] + score.reward
+        self.score = replace(score, reward=sum(self.rewards))
+
     def fail(self, score: Score) -> None:
         """End the episode before its next turn, and add the score of a failure to its rewards."""
         self.rewards[-1] += score.reward
@@ -81,7 +89,8 @@ class Group:
     responses: First-turn responses sampled so far: empty, or one per episode. Some may be aborted,
     to be continued by a later step. timed_out: True if a request of an episode was given up
     (rollout.timed_out), so that not all episodes are played. step: Training step at which the
-    episodes were first started; the seeds of their environments are computed from it.
+    episodes were first started; the seeds of their environments are computed from it. stage:
+    Curriculum stage of the episodes.
     """
 
     prompt: Prompt
@@ -89,6 +98,7 @@ class Group:
     episodes: list[Episode] = field(default_factory=list)
     timed_out: bool = False
     step: int | None = None
+    stage: CurriculumStage | None = None
 
     @property
     def is_played(self) -> bool:

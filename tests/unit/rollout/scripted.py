@@ -94,7 +94,7 @@ def play(
 
 def graded(wrong: float = 0.0) -> RewardManager:
     class Graded(RewardManager):
-        async def score(self, response: str, example: Example, stage: Any = None) -> Any:
+        async def score(self, response: str, example: Example, *_: Any, **__: Any) -> Any:
             return Score(1.0 if response == "3" else wrong, response == "3")
 
     return Graded([], Reward(on_failure="zero", workers=1, timeout=1, memory_mb=1024))
@@ -104,7 +104,7 @@ def fails(policy: Any) -> RewardManager:
     """A judge whose reward fails for long responses."""
 
     class Short(RewardManager):
-        async def score(self, response: str, example: Example, stage: Any = None) -> Any:
+        async def score(self, response: str, example: Example, *_: Any, **__: Any) -> Any:
             if len(response) > 5:
                 return self.failed(CallFailure("timeout", "as told"))
             return Score(1.0 if response == "3" else 0.5, response == "3")

@@ -143,7 +143,7 @@ def test_two_rewards_asked_for_at_once_are_no_time_of_the_environment_s(
     processor: Processor,
 ) -> None:
     class Slow(RewardManager):
-        async def score(self, response: str, example: Example, stage: Any = None) -> Any:
+        async def score(self, response: str, example: Example, *_: Any, **__: Any) -> Any:
             await asyncio.sleep(2.5)
             assert example.images == ROW.images
             return Score(1.0 if response == "3" else 0.25, response == "3")
