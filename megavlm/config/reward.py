@@ -49,7 +49,8 @@ class Reward(Section):
     reward, a failure should get the same."""
 
     timeout: float = bounded(10.0, above=0)
-    """Seconds that the reward of one response may take."""
+    """Seconds that one call of a reward may take: for one response, or for one group if the reward
+    scores groups."""
 
     memory_mb: int = bounded(2048, least=256)
     """Memory limit of each reward process in MB."""

@@ -40,6 +40,67 @@ def tolerant(response: str, row: Mapping[str, Any], tolerance: float = 1.0) -> f
     return tolerance
 
 
+def asks(
+    response: str,
+    row: Mapping[str, Any],
+    finish_reason: str,
+    turns: Sequence[str],
+    token_ids: Sequence[int],
+) -> dict[str, Any]:
+    asked = {"turns": len(turns), "last": turns[-1] == response, "tokens": sum(token_ids)}
+    return {"reward": finish_reason == "length", "parts": asked}
+
+
+def ranks(
+    responses: Sequence[str], rows: Sequence[Mapping[str, Any]], step: float = 1.0
+) -> list[float]:
+    """Rank responses of the same row by their text, from 0."""
+    assert all(row == rows[0] for row in rows) and len(rows) == len(responses)
+    return [step * sorted(responses).index(response) for response in responses]
+
+
+async def asks_of_a_group(
+    *,
+    rows: Sequence[Mapping[str, Any]],
+    responses: Sequence[str],
+    images: Sequence[Sequence[bytes]],
+    finish_reason: Sequence[str],
+    turns: Sequence[Sequence[str]],
+    token_ids: Sequence[Sequence[int]],
+) -> list[dict[str, Any]]:
+    return [
+        {"reward": 1, "parts": {"turns": len(said), "tokens": sum(ids), "cut": end == "length"}}
+        | {"correct": shown == [rows[0]["answer"].encode()]}
+        for said, ids, end, shown in zip(turns, token_ids, finish_reason, images, strict=True)
+    ]
+
+
+def faulty_group(responses: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Does what the first response says."""
+    match responses[0]:
+        case "short":
+            return [1.0]
+        case "number":
+            return 1.0
+        case "mapping":
+            return {response: 1.0 for response in responses}
+        case "text":
+            return ["good"] * len(responses)
+        case "infinite":
+            return [float("inf"), *[1.0] * (len(responses) - 1)]
+        case "raise":
+            raise KeyError("as told")
+    return [1.0] * len(responses)
+
+
+def both(response: str, row: Mapping[str, Any], responses: Sequence[str]) -> float:
+    return 0.0
+
+
+def half(responses: Sequence[str], row: Mapping[str, Any]) -> list[float]:
+    return [0.0] * len(responses)
+
+
 def faulty(response: str, row: Mapping[str, Any]) -> Any:
     """Does what the response says."""
     match response:
