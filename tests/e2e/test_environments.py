@@ -1,5 +1,6 @@
 """Episodes of several turns through the command line: images in observations, the real server."""
 
+import os
 from typing import Any
 
 import pytest
@@ -8,6 +9,12 @@ from megavlm.demo.shapes import write_dataset
 from tests.e2e.conftest import Running, World
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.xdist_group("runs")]
+RANKING = """
+def brief(responses, rows, turns):
+    lengths = [sum(map(len, said)) for said in turns]
+    others = max(len(responses) - 1, 1)
+    return [sum(other > length for other in lengths) / others for length in lengths]
+"""
 
 
 def test_two_turns_are_sampled_and_trained_on(world: World, running: Running) -> None:
@@ -25,8 +32,12 @@ def test_two_turns_are_sampled_and_trained_on(world: World, running: Running) ->
         # A random model ends its turn once in some hundred tokens.
         rollout={**running.rollout, "max_new_tokens": 96},
         curriculum={"stages": [{"until": 1, "tolerance": 1.0}, {}]},
+        reward={"parts": {"right": {"name": "vqa"}, "brief": {"name": "my_ranking:brief"}}},
+        evaluation={"after": True, "limit": 4},
     )
-    done = world.megavlm("train", recipe, **running.keys)
+    (world.root / "my_ranking.py").write_text(RANKING)
+    path = os.pathsep.join([str(world.root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = world.megavlm("train", recipe, PYTHONPATH=path, **running.keys)
     assert done.returncode == 0, done.stderr
     first, second = world.metrics("turns")
     assert 1 < max(step.get("turns", 1) for step in (first, second)) <= 2
@@ -34,7 +45,7 @@ def test_two_turns_are_sampled_and_trained_on(world: World, running: Running) ->
         # What the server computed for the tokens of later turns, too, is what the trainer computes
         # for them in its tree.
         assert step["rollout_max_difference"] < 1e-4
-        assert step["reward_failures"] == 0
+        assert step["reward_failures"] == 0 and 0 < step["reward/part/brief"] < 1
     assert (first["curriculum_stage"], second["curriculum_stage"]) == (1, 2)
 
 

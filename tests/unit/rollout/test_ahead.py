@@ -167,6 +167,17 @@ def test_groups_arrive_as_they_were(config: Config, fake: Any) -> None:
 
 
 @pytest.mark.usefixtures("in_thread")
+def test_groups_arrive_with_the_rewards_of_their_group(config: Config, fake: Any) -> None:
+    config = replace(config, reward=replace(config.reward, name="group_rewards:place"))
+    with external(fake) as pool:
+        push(pool, 0, (fake,))
+        producer = started(config, pool)
+        groups = producer.take(SIZE, 0, None, no_refit)
+        producer.close()
+    assert [[score.reward for score in group.scores] for group in groups] == [[0.0, 1.0]] * SIZE
+
+
+@pytest.mark.usefixtures("in_thread")
 def test_a_response_that_a_push_aborts_is_continued_and_waited_for(
     config: Config, fake: Any
 ) -> None:
