@@ -169,9 +169,9 @@ class EpisodeRunner:
         if responses:
             pairs = zip(group.episodes, responses, strict=True)
             await asyncio.gather(*(self._play(*pair, ask) for pair in pairs))
-        group.timed_out = not group.is_played
-        if group.is_played and self.reward_manager.scores_groups:
+        if group.has_ended and group.awaits_reward:
             await self._score_group(group)
+        group.timed_out = not group.is_played
 
     def take_skipped(self) -> Counter[Kind]:
         """Return the prompts skipped since the last call, by reason."""
@@ -219,7 +219,7 @@ class EpisodeRunner:
             self._skip("bad", str(failure))
         else:
             group.episodes = [Episode(prompt, environment) for environment in made]
-            group.stage = stage
+            group.stage, group.awaits_reward = stage, self.reward_manager.scores_groups
 
     def _skip(self, kind: Kind, reason: str) -> None:
         self.skipped[kind] += 1
@@ -245,6 +245,7 @@ class EpisodeRunner:
         for episode, score in zip(group.episodes, scores, strict=True):
             if episode.score.failure is None:
                 episode.add_group_score(score)
+        group.awaits_reward = False
 
     async def _play(self, episode: Episode, response: Response, ask: Ask) -> None:
         """Play an episode from its first response to its end, or until a request times out."""

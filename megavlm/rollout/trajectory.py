@@ -90,7 +90,8 @@ class Group:
     to be continued by a later step. timed_out: True if a request of an episode was given up
     (rollout.timed_out), so that not all episodes are played. step: Training step at which the
     episodes were first started; the seeds of their environments are computed from it. stage:
-    Curriculum stage of the episodes.
+    Curriculum stage of the episodes. awaits_reward: True until rewards of the whole group are
+    added.
     """
 
     prompt: Prompt
@@ -99,10 +100,17 @@ class Group:
     timed_out: bool = False
     step: int | None = None
     stage: CurriculumStage | None = None
+    awaits_reward: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        """True if all episodes have ended."""
+        return bool(self.episodes) and all(episode.has_ended for episode in self.episodes)
 
     @property
     def is_played(self) -> bool:
-        return bool(self.episodes) and all(episode.has_ended for episode in self.episodes)
+        """True if all episodes have ended and have all of their rewards."""
+        return self.has_ended and not self.awaits_reward
 
     @property
     def first_prompt(self) -> Prompt:

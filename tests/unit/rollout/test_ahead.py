@@ -172,7 +172,7 @@ def test_groups_arrive_with_the_rewards_of_their_group(config: Config, fake: Any
     with external(fake) as pool:
         push(pool, 0, (fake,))
         producer = started(config, pool)
-        groups = producer.take(SIZE, 0, None, no_refit)
+        groups = producer.take(SIZE, 0, no_refit)
         producer.close()
     assert [[score.reward for score in group.scores] for group in groups] == [[0.0, 1.0]] * SIZE
 
