@@ -4,6 +4,8 @@ and a thumbnail, its positions are plain. It is transformers' InternVL; nothing 
 """
 
 import io
+import json
+import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,11 @@ from megavlm.families import FAMILIES, Family, family_of
 from megavlm.inference.server_args import ServerOptions
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import MEMORY
+from megavlm.observability.progress import Progress
 from megavlm.rollout.recorded import RecordedRollouts
 from megavlm.run.capacity.memory import RunMemory
 from megavlm.run.checks import preflight
+from megavlm.run.train import train
 from megavlm.training.step.rank_images import sources_from_arrays, sources_to_arrays
 from tests.columns import columns
 from tests.conftest import DATA
@@ -37,6 +41,7 @@ from tests.distributed.fork import launch
 from tests.parity.reference import Reference, token_weights, weighted_loss
 from tests.parity.runs import Run, difference
 from tests.parity.table import LAYOUTS
+from tests.timeouts import scaled
 from tests.unit.data.samples import auto_processor, image
 from tests.unit.families.tiles.folder import SIDE, SPECIAL, TOKENS_PER_TILE, make_folder
 from tests.unit.rollout.test_recorded import ROWS, arrays, played
@@ -238,3 +243,42 @@ def test_weights_come_back_as_they_were(folder: Path, tmp_path: Path) -> None:
     before, after = (load_file(x / "model.safetensors") for x in (folder, tmp_path / "exported"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_supervised_run_ends_with_an_export_that_equals_it(
+    folder: Path, tmp_path: Path, write_recipe: Callable[..., Path]
+) -> None:
+    recipe = write_recipe(
+        model={
+            "folder": str(folder),
+            "dtype": "float32",
+            "freeze_tower": False,
+            "freeze_merger": False,
+        },
+        algorithm={"name": "sft", "steps": 2, "batch_size": 2},
+        evaluation={"before": False, "after": False},
+        checkpoint={"export_hf": True, "verify_export": True},
+    )
+    run = multiprocessing.get_context("fork").Process(target=run_recipe, args=(recipe,))
+    run.start()
+    run.join(scaled(240))
+    run.kill()  # if it hangs
+    assert run.exitcode == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["export_logit_difference"] < 1e-5
+    before, after = (
+        load_file(x / "model.safetensors")
+        for x in (folder, Path(result["paths"]["HuggingFace folder"]))
+    )
+    assert all((before[name] != after[name]).any() for name in before)
+
+
+def test_no_module_of_the_package_names_it() -> None:
+    package = Path(__file__).parents[3] / "megavlm"
+    sources = {path: path.read_text(encoding="utf-8").lower() for path in package.rglob("*.py")}
+    assert len(sources) > 100
+    assert not [path for path, source in sources.items() if NAME in source]
+
+
+def run_recipe(recipe: Path) -> None:
+    assert train(load(recipe), Progress(is_quiet=True))
