@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megavlm.config.import_path import import_module
+from megavlm.config.import_path import import_module, import_object
 
 SINGLE_TURN = "megavlm.environments.single_turn:SingleTurn"
 BUILT_IN_TASKS = {
@@ -90,6 +90,14 @@ def find_task(name: str) -> Task | None:
             "class or function in it as package.module:name"
         )
     return found
+
+
+def import_part(path: str) -> Any:
+    """Import a function that a task names. Raises ValueError if that fails."""
+    try:
+        return import_object(path)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"a task names {path}, but it cannot be imported: {error}") from error
 
 
 def built_in_tasks() -> dict[str, Task]:

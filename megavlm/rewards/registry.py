@@ -9,7 +9,7 @@ from typing import Any
 
 from megavlm.config.import_path import IMPORT_PATH, import_object
 from megavlm.rewards.base import CONTEXT, check_answer
-from megavlm.task import BUILT_IN_TASKS, Task, find_task
+from megavlm.task import BUILT_IN_TASKS, Task, find_task, import_part
 
 RewardFunction = Callable[..., Any]  # signature: see base.py
 
@@ -66,7 +66,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     """
     task = reward_task(name)
     if task is not None and task.check_options is not None:
-        import_object(task.check_options)(**options)
+        import_part(task.check_options)(**options)
 
 
 def prepare_options(name: str, options: Mapping[str, Any], folder: str) -> Mapping[str, Any]:
@@ -76,7 +76,7 @@ def prepare_options(name: str, options: Mapping[str, Any], folder: str) -> Mappi
     task = reward_task(name)
     if task is None or task.prepare_options is None:
         return options
-    prepared: Mapping[str, Any] = import_object(task.prepare_options)(options, folder)
+    prepared: Mapping[str, Any] = import_part(task.prepare_options)(options, folder)
     return prepared
 
 
@@ -88,7 +88,7 @@ def check_reward_row(name: str, row: Mapping[str, Any], options: Mapping[str, An
     if name in BUILT_IN_REWARDS:
         check_answer(row)
     elif task is not None and task.check_row is not None:
-        import_object(task.check_row)(row, **options)
+        import_part(task.check_row)(row, **options)
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,12 @@ def arguments(function: RewardFunction) -> RewardArguments:
             f"it has the parameter responses and {other}: a reward takes a response and its row, "
             "or the responses and rows of a group"
         )
-    if not is_group:
+    if is_group:
+        parameters = [p for p in parameters if p.name not in ("responses", "rows")]
+    else:
         parameters = parameters[2:]  # the response and its row, whatever their names are
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    takes = {p.name for p in parameters if p.kind in by_name} - {"responses", "rows"}
+    takes = {p.name for p in parameters if p.kind in by_name}
     further = {"tolerance", "weights"} if _takes_any(function) else set()
     options = (takes - set(CONTEXT)) | further
     return RewardArguments(is_group, sorted(options), sorted(takes & set(CONTEXT)))

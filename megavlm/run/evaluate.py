@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.config.dump import write
-from megavlm.config.import_path import import_object
 from megavlm.config.schema import Config
 from megavlm.data.rows import Row
 from megavlm.evaluation.attempts import Attempt, Candidate, Question, Turn
@@ -29,6 +28,7 @@ from megavlm.rollout.rewards import used_tasks
 from megavlm.rollout.sampler import Sampler
 from megavlm.rollout.trajectory import Episode, Group
 from megavlm.run.model_paths import served_folder
+from megavlm.task import import_part
 from megavlm.writing import write_whole
 
 RESULT_FILE, TABLE_FILE, PAGE_FILE = "evaluation.json", "evaluation.parquet", "evaluation.html"
@@ -41,7 +41,7 @@ def evaluate_models(config: Config, progress: Progress) -> None:
     write(config, config.run.dir)
     # Loaded before the evaluation, so that a page that cannot be imported does not end it.
     sections: list[TaskSection] = [
-        import_object(task.evaluation_page) for task in used_tasks(config) if task.evaluation_page
+        import_part(task.evaluation_page) for task in used_tasks(config) if task.evaluation_page
     ]
     names = [config.evaluation.model, *filter(None, [config.evaluation.baseline])]
     results, candidates = [], []
