@@ -7,7 +7,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
 from typing import Any, Literal
 
 import torch
@@ -17,8 +16,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from megavlm.config.data import Data
 from megavlm.config.rollout import Rollout
 from megavlm.data.processor import Prompt, PromptTooLong
+from megavlm.data.row_order import BatchSampler, DataSetOrder, RowSampler
 from megavlm.data.rows import Row, Rows
-from megavlm.data.sampler import BatchSampler, DataSetOrder, RowSampler
+from megavlm.data.tensor_pickle import dumps, parts
 from megavlm.process import leave_to_parent
 
 Kind = Literal["bad", "long"]
@@ -223,9 +223,7 @@ class PromptStream:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A worker's batch with all tensors in one shared buffer. PyTorch would use a file descriptor
-    for each shared tensor, and the number of file descriptors of a process is limited.
-    """
+    """A worker's batch with all tensors in one shared buffer."""
 
     skeleton: bytes  # pickle without the tensors' contents
     sizes: list[int]  # bytes of each tensor
@@ -233,40 +231,19 @@ class PackedBatch:
 
     @classmethod
     def pack(cls, value: Any) -> "PackedBatch":
-        """Pack any picklable object. An object that it contains twice is packed once."""
-        buffers: list[pickle.PickleBuffer] = []
-        skeleton = BytesIO()
-        _Pickler(skeleton, protocol=5, buffer_callback=buffers.append).dump(value)
-        parts = [buffer.raw() for buffer in buffers]
-        content = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
-        flat, start = content.numpy(), 0
-        for part in parts:
-            flat[start : start + part.nbytes] = part
-            start += part.nbytes
-        return cls(skeleton.getvalue(), [part.nbytes for part in parts], content)
+        """Pack any picklable object."""
+        skeleton, contents = dumps(value)
+        sizes = [content.nbytes for content in contents]
+        packed = torch.empty(sum(sizes), dtype=torch.uint8)
+        for part, content in zip(parts(packed.numpy().data, sizes), contents, strict=True):
+            part[:] = content
+        return cls(skeleton, sizes, packed)
 
     def unpack(self) -> Any:
         """Return the object with copies of its tensors, so that the shared buffer can be freed."""
-        flat, start, buffers = self.content.numpy(), 0, []
-        for size in self.sizes:
-            buffers.append(bytearray(flat[start : start + size]))
-            start += size
+        buffers = map(bytearray, parts(self.content.numpy().data, self.sizes))
         # Trusted: it comes from a child of this process, through a pipe that only the two have.
         return pickle.loads(self.skeleton, buffers=buffers)  # noqa: S301
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        return reduce_tensor(value) if isinstance(value, Tensor) else NotImplemented
-
-
-def reduce_tensor(value: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-    """Reduce a tensor for pickling (see pickle.Pickler.reducer_override). Its content becomes a
-    numpy array; a tensor on the meta device keeps its shape and dtype only.
-    """
-    if value.is_meta:
-        return _empty, (tuple(value.shape), value.dtype)
-    return torch.from_numpy, (value.contiguous().numpy(),)
 
 
 def held_for(rollout: Rollout) -> Held:
@@ -289,10 +266,6 @@ def holding(prompt: Prompt, held: Held) -> Prompt:
         return replace(prompt, images=tuple(image.for_plan for image in prompt.images))
     images = (image if image.is_video else image.for_request for image in prompt.images)
     return replace(prompt, images=tuple(images))
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def data_sets(rows: Rows, weights: Sequence[float], seed: int) -> list[DataSetOrder]:

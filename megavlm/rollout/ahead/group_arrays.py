@@ -8,16 +8,14 @@ import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
-from io import BytesIO
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from megavlm.data.loader import reduce_tensor
 from megavlm.data.rows import Row
+from megavlm.data.tensor_pickle import TensorPickler, dumps, parts
 from megavlm.inference.protocol import Response
 from megavlm.rollout.trajectory import Group
 
@@ -26,19 +24,16 @@ PackedGroups = tuple[bytes, list[int], int]  # pickle, bytes of each array, desc
 
 def send_groups(connection: Connection, groups: Sequence[Group], pid: int) -> None:
     """Send groups to process `pid` at the other end. Their rows are sent without encoded images."""
-    buffers: list[pickle.PickleBuffer] = []
-    skeleton = BytesIO()
-    _Pickler(skeleton, protocol=5, buffer_callback=buffers.append).dump(list(groups))
-    parts = [buffer.raw() for buffer in buffers]
-    sizes = [part.nbytes for part in parts]
+    skeleton, contents = dumps(list(groups), _GroupPickler)
+    sizes = [content.nbytes for content in contents]
     descriptor = os.memfd_create("megavlm_groups")
     try:
         # At least one byte, because an empty file cannot be mapped.
         os.ftruncate(descriptor, max(sum(sizes), 1))
         with mmap.mmap(descriptor, 0) as memory:
-            for part in parts:
-                memory.write(part)
-        connection.send((skeleton.getvalue(), sizes))
+            for content in contents:
+                memory.write(content)
+        connection.send((skeleton, sizes))
         reduction.send_handle(connection, descriptor, pid)
     finally:
         os.close(descriptor)
@@ -55,26 +50,20 @@ def unpack_groups(packed: PackedGroups) -> list[Group]:
     skeleton, sizes, descriptor = packed
     memory = memoryview(mmap.mmap(descriptor, 0))
     os.close(descriptor)
-    start, buffers = 0, []
-    for size in sizes:
-        buffers.append(memory[start : start + size])
-        start += size
     # The pickle is trusted: a process that this one started sent it through a private pipe.
-    groups: list[Group] = pickle.loads(skeleton, buffers=buffers)  # noqa: S301
+    groups: list[Group] = pickle.loads(skeleton, buffers=parts(memory, sizes))  # noqa: S301
     return groups
 
 
-class _Pickler(pickle.Pickler):
+class _GroupPickler(TensorPickler):
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return reduce_tensor(value)
         if isinstance(value, Response):
             tokens, logprobs = np.array(value.token_ids, np.int64), np.array(value.logprobs)
             small = value.finish, value.weight_version, value.spans
             return _response, (tokens, logprobs, *small)
         if isinstance(value, Row) and (value.images or value.extra):
             return replace(value, images=(), extra={}).__reduce_ex__(5)
-        return NotImplemented
+        return super().reducer_override(value)
 
 
 def _response(tokens: Any, logprobs: Any, *small: Any) -> Response:

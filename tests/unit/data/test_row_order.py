@@ -5,20 +5,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.data import sampler
-from megavlm.data.sampler import DataSetOrder, RowSampler, epoch_order
+from megavlm.data import row_order
+from megavlm.data.row_order import DataSetOrder, RowSampler, epoch_order
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 3), st.integers(1, 40))
 def test_an_epoch_is_a_permutation(rows: list[int], epoch: int, window: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "WINDOW_BYTES", window)
+        patch.setattr(row_order, "WINDOW_BYTES", window)
         drawn = epoch_order(rows, rows, seed=0, epoch=epoch)
     assert sorted(drawn.tolist()) == list(range(sum(rows)))
 
 
 def test_large_data_is_drawn_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "WINDOW_BYTES", 300)
+    monkeypatch.setattr(row_order, "WINDOW_BYTES", 300)
     rows, size = [10] * 20, [100] * 20
     drawn = epoch_order(rows, size, seed=0, epoch=0) // 10
     windows = [set(drawn[start : start + 30].tolist()) for start in range(0, 200, 30)]
