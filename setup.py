@@ -17,7 +17,13 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megavlm*", "checkpoint_tools*"]),
     package_data={
-        "megavlm": ["observability/templates/*", "slurm/*.sh", "tasks/*/*.html", "tasks/*/*.svg"]
+        "megavlm": [
+            "observability/templates/*",
+            "slurm/*.j2",
+            "slurm/*.sh",
+            "tasks/*/*.html",
+            "tasks/*/*.svg",
+        ]
     },
     install_requires=[
         "fsspec>=2024.6",

@@ -25,13 +25,12 @@ from checkpoint_tools.options import (
     HFOutputOptions,
     StepOption,
     StepOptions,
-    command,
     count_files,
     install_platform,
     one_process,
 )
 from checkpoint_tools.streaming import format_bytes
-from megavlm.version_option import add_version
+from megavlm.commands import add_version, command
 
 app = typer.Typer(
     no_args_is_help=True,

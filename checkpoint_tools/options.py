@@ -1,12 +1,10 @@
 """Options that several commands share, and the output of a command."""
 
-import inspect
 import json
 import os
 import re
 import time
-from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import typer
@@ -99,46 +97,6 @@ class HFOutputOptions:
                 f"--max-shard-size {self.max_shard_size!r} is not a size: write it as 5GB or 500MB."
             )
         return int(float(match[1]) * _UNITS[match[2]])
-
-
-def command(app: typer.Typer, name: str, *, epilog: str) -> Callable[[Callable[..., None]], None]:
-    """Register a function as a command of `app`. A parameter whose type is a dataclass becomes one
-    option per field.
-    """
-
-    def register(function: Callable[..., None]) -> None:
-        parameters: list[inspect.Parameter] = []
-        groups: dict[str, Any] = {}
-        for parameter in inspect.signature(function).parameters.values():
-            kind = parameter.annotation
-            if is_dataclass(kind):
-                groups[parameter.name] = kind
-                parameters += [
-                    _option(field.name, field.type, field.default) for field in fields(kind)
-                ]
-            else:
-                parameters.append(_option(parameter.name, kind, parameter.default))
-
-        def run(**values: Any) -> None:
-            for group, kind in groups.items():
-                values[group] = kind(
-                    **{field.name: values.pop(field.name) for field in fields(kind)}
-                )
-            function(**values)
-
-        expanded: Any = run
-        expanded.__doc__ = function.__doc__
-        expanded.__signature__ = inspect.Signature(parameters)
-        expanded.__annotations__ = {one.name: one.annotation for one in parameters}
-        app.command(name, epilog=epilog)(expanded)
-
-    return register
-
-
-def _option(name: str, kind: Any, default: Any) -> inspect.Parameter:
-    if default is MISSING:
-        default = inspect.Parameter.empty
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def one_process(name: str) -> None:

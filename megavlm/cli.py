@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megavlm.commands import add_version, command
 from megavlm.demo import FAMILY
 from megavlm.families import FAMILIES
 from megavlm.process import leave, loading_packages
-from megavlm.slurm.command import launch
+from megavlm.slurm.job import Job
 from megavlm.task import built_in_tasks
-from megavlm.version_option import add_version
 
 if TYPE_CHECKING:
     from megavlm.config.schema import Config
@@ -358,7 +358,28 @@ def demo(
     )
 
 
-app.command()(launch)
+@command(app, "launch")
+def launch(
+    recipe: Recipe,
+    job: Job,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Recipe keys to change; %a is the number of the task in an --array.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")
+    ] = False,
+) -> None:
+    """Submit a Slurm job that trains RECIPE on several nodes.
+
+    The batch script, the resolved recipe and the code are copied to RUN_DIR/launch.
+    """
+    from megavlm.slurm.launch import launch as submit
+
+    typer.echo(submit(recipe, overrides or [], job, dry_run=dry_run), nl=False)
 
 
 def _run(

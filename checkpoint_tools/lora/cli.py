@@ -12,11 +12,11 @@ from checkpoint_tools.options import (
     Force,
     HFOutputOptions,
     StepOptions,
-    command,
     count_files,
     one_process,
 )
 from checkpoint_tools.streaming import format_bytes
+from megavlm.commands import command
 
 lora_app = typer.Typer()
 

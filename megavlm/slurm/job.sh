@@ -1,22 +1,18 @@
-# The body of a Slurm job: sourced by a batch script (launch/slurm.sbatch, or that of `megavlm launch`)
-# with a recipe and overrides as arguments. Runs on the first node of the job.
+# The body of a Slurm job. A batch script (launch/slurm.sbatch, or job.sbatch.j2 of `megavlm launch`) sources it
+# with a recipe and overrides as arguments. It runs on the first node of the job.
 #
 # The last ROLLOUT_NODES nodes run SGLang servers, as many of rollout.tensor_parallel GPUs as fit on a
-# node, or one over several whole nodes; the others run a rank for each GPU. Of a heterogeneous job those
-# of the second component run the servers, with ROLLOUT_GPUS_PER_NODE GPUs each.
+# node, or one over several whole nodes; the other nodes run a rank for each GPU. In a heterogeneous job
+# the second component runs the servers, with ROLLOUT_GPUS_PER_NODE GPUs on each node.
 #
 # The batch script may set two arrays before: srun_options (for a container by pyxis, say), and
 # in_container, the words before each program (apptainer exec ...).
 set -euo pipefail
 
 : "${1:?usage: sbatch launch/slurm.sbatch RECIPE [key=value ...]}"
-recipe=$1
-shift
 # %a is the number of the task in an array of jobs, for sweeps.
-overrides=("${@//%a/${SLURM_ARRAY_TASK_ID:-0}}")
-recipe=${recipe//%a/${SLURM_ARRAY_TASK_ID:-0}}
-declare -a srun_options=(${srun_options[@]+"${srun_options[@]}"})
-declare -a in_container=(${in_container[@]+"${in_container[@]}"})
+set -- "${@//%a/${SLURM_ARRAY_TASK_ID:-0}}"
+recipe=$1 overrides=("${@:2}")
 
 rollout_nodes=${ROLLOUT_NODES:-1}
 gpus=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
@@ -31,9 +27,6 @@ if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS
 export SLURM_EXPORT_ENV=ALL SLURM_KILL_BAD_EXIT=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 fail() { echo "megavlm: $*" >&2; exit 2; }
-case "$recipe ${overrides[*]}" in *SLURM_ARRAY_TASK_ID*)
-    fail "write %a where an override has the number of the task in an array, not SLURM_ARRAY_TASK_ID" ;;
-esac
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
@@ -81,13 +74,10 @@ if [ "$rollout_nodes" -gt 0 ]; then
     count=$((server_gpus / tensor_parallel)) span=1
     if [ "$count" -lt 1 ]; then
         count=1 span=$((tensor_parallel / server_gpus))
-        if [ $((tensor_parallel % server_gpus)) -gt 0 ]; then
-            fail "rollout.tensor_parallel=$tensor_parallel is more than the $server_gpus GPUs of a rollout node" \
-                "and no multiple of them: a server over several nodes takes whole nodes"
-        fi
-        if [ $((rollout_nodes % span)) -gt 0 ]; then
-            fail "the number of rollout nodes, $rollout_nodes (ROLLOUT_NODES), is not a multiple of the $span nodes of" \
-                "$server_gpus GPUs that a server of rollout.tensor_parallel=$tensor_parallel takes: change one of them"
+        if ((tensor_parallel % server_gpus || rollout_nodes % span)); then
+            fail "rollout.tensor_parallel=$tensor_parallel on $rollout_nodes rollout nodes (ROLLOUT_NODES) of" \
+                "$server_gpus GPUs: a server of more GPUs than a node has takes whole nodes, so it must be a multiple" \
+                "of their GPUs, and ROLLOUT_NODES a multiple of a server's nodes; change one of them"
         fi
     fi
     urls=()

@@ -14,7 +14,7 @@ LEVELS = [
     {"__version__"},
     {
         "families",  # imports a family's modules when they are used
-        "version_option",
+        "commands",
         "process",
         "git_lfs",
         "numbers",

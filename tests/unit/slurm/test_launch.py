@@ -11,7 +11,8 @@ import yaml
 
 from megavlm import cli
 from megavlm.config.load import load
-from megavlm.slurm.script import Job, batch_script, num_servers
+from megavlm.slurm.job import Job
+from megavlm.slurm.launch import batch_script, num_servers
 
 WriteRecipe = Callable[..., Path]
 
@@ -41,21 +42,31 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def script(**options: object) -> str:
-    job = Job(name="run", **options)  # type: ignore[arg-type]
-    return batch_script(job, Path("my recipe.yaml"), ("run.seed=%a",), Path("/runs/code"))
+    job = Job(**options)  # type: ignore[arg-type]
+    return batch_script(job, "run", Path("/runs/code"), [Path("my recipe.yaml"), "run.seed=%a"])
+
+
+def arrays(text: str) -> list[str]:
+    """Return the words that bash has before and after each srun command."""
+    setting = text.replace("\nsource ", "\n: ")
+    show = 'printf "%s\\n" "${srun_options[@]}" -- "${in_container[@]}"'
+    done = subprocess.run(["bash", "-uc", setting + show], capture_output=True, text=True)  # noqa: S607
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def test_containers_of_pyxis_and_apptainer() -> None:
-    mounts = ("/data:/data", "/my models:/m")
-    assert "\nsrun_options=()\nin_container=()\n" in script()
-    assert (
-        "\nsrun_options=(--container-image=a.sqsh --container-mount-home "
-        "'--container-mounts=/data:/data,/my models:/m')\nin_container=()\n"
-    ) in script(container="a.sqsh", mounts=mounts)
-    assert (
-        "\nsrun_options=()\nin_container=(apptainer exec --nv --bind /data:/data "
-        "--bind '/my models:/m' a.sif)\n"
-    ) in script(container="a.sif", container_runtime="apptainer", mounts=mounts)
+    mounts = ["/data:/data", "/my models:/m"]
+    here = f"{Path.cwd()}:{Path.cwd()}"
+    assert arrays(script()) == arrays(script(apptainer=True)) == ["--"]
+    assert arrays(script(container="a.sqsh", mount=mounts)) == [
+        *("--container-image=a.sqsh", "--container-mount-home"),
+        *(f"--container-mounts={here},/data:/data,/my models:/m", "--"),
+    ]
+    assert arrays(script(container="a.sif", apptainer=True, mount=mounts)) == [
+        *("--", "apptainer", "exec", "--nv", "--bind", here, "--bind", "/data:/data"),
+        *("--bind", "/my models:/m", "a.sif"),
+    ]
 
 
 def test_options_of_the_job() -> None:
@@ -64,10 +75,10 @@ def test_options_of_the_job() -> None:
         account="vision",
         time="1-0",
         array="0-3",
-        is_exclusive=False,
+        shared=True,
         setup="source env.sh",
-        variables=("NCCL_SOCKET_IFNAME=ib 0",),
-        arguments=("--comment=mine",),
+        env=["NCCL_SOCKET_IFNAME=ib 0"],
+        sbatch=["--comment=mine"],
     )
     lines = text.splitlines()
     for option in (
@@ -78,14 +89,14 @@ def test_options_of_the_job() -> None:
     assert "partition" not in text and "--exclusive" not in text
     assert "#SBATCH --exclusive" in script()
     assert lines.index("source env.sh") < lines.index("export ROLLOUT_NODES=1")
-    assert "export NCCL_SOCKET_IFNAME='ib 0'" in lines
+    assert "export 'NCCL_SOCKET_IFNAME=ib 0'" in lines
     assert lines[-1] == "source /runs/code/megavlm/slurm/job.sh 'my recipe.yaml' run.seed=%a"
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)  # noqa: S607
 
 
 def test_rollout_nodes_of_another_kind_are_a_component() -> None:
     text = script(
-        nodes=5, rollout_nodes=2, rollout_gpus_per_node=4, rollout_arguments=("--constraint=l40",)
+        nodes=5, rollout_nodes=2, rollout_gpus_per_node=4, rollout_sbatch=["--constraint=l40"]
     )
     trainer, rollout = text.split("#SBATCH hetjob\n")
     assert "--nodes=3\n" in trainer and "--gpus-per-node=8\n" in trainer
@@ -101,8 +112,8 @@ def test_rollout_nodes_of_another_kind_are_a_component() -> None:
     [
         ({"nodes": 2, "rollout_nodes": 2}, "--nodes 2 cannot hold --rollout-nodes 2 and a trainer"),
         ({"rollout_gpus_per_node": 4, "array": "0-3"}, "makes no --array: leave them out"),
-        ({"rollout_arguments": ("-x",), "rollout_nodes": 0}, "which needs --rollout-nodes"),
-        ({"variables": ("NCCL_DEBUG",)}, "--env NCCL_DEBUG is not NAME=VALUE"),
+        ({"rollout_sbatch": ["-x"], "rollout_nodes": 0}, "which needs --rollout-nodes"),
+        ({"env": ["NCCL_DEBUG"]}, "--env NCCL_DEBUG is not NAME=VALUE"),
     ],
 )
 def test_what_cannot_be(options: dict[str, object], message: str) -> None:
@@ -123,14 +134,11 @@ def test_servers_share_a_node_or_take_several(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((12, "--rollout-nodes", 2), "=12 is more than the 8 GPUs of a rollout node and no mult"),
-        (
-            (16, "--rollout-nodes", 3),
-            "--rollout-nodes 3 is not a multiple of the 2 nodes of 8 GPUs",
-        ),
+        ((12, "--rollout-nodes", 2), "=12 on 2 rollout nodes of 8 GPUs: a server of more GPUs"),
+        ((16, "--rollout-nodes", 3), "=16 on 3 rollout nodes of 8 GPUs: a server of more GPUs"),
         (
             (16, "--rollout-nodes", 2, "--rollout-gpus-per-node", 4),
-            "--rollout-nodes 2 is not a multiple of the 4 nodes of 4 GPUs",
+            "=16 on 2 rollout nodes of 4 GPUs: a server of more GPUs",
         ),
         ((16, "--rollout-nodes", 0), "--gpus-per-node), on which a server of rollout.mode=managed"),
     ],
@@ -170,13 +178,6 @@ def test_the_recipe_and_the_code_are_frozen(
     )
     for name in ("megavlm/slurm/servers.py", "megavlm/cli.py", "checkpoint_tools/cli.py"):
         assert (folder / "code" / name).exists(), name
-
-
-def test_the_number_of_a_task_is_not_the_shell_s(
-    launch: Callable[..., tuple[int, str, str]], write_recipe: WriteRecipe
-) -> None:
-    code, _, err = launch(write_recipe(), "run.dir=runs/$SLURM_ARRAY_TASK_ID", "--array", "0-3")
-    assert code == 2 and "write %a for the number of the task" in err
 
 
 def test_without_slurm_the_script_is_left(
