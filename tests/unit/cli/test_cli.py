@@ -101,7 +101,7 @@ BAD = [
         ["train", "RECIPE", "--dry-run", "parallel.pipeline=3"],
         "does not split the model's 4 layers",
     ),
-    (["train", "RECIPE", "--dry-run", "parallel.expert=2"], "and the model has none"),
+    (["train", "RECIPE", "--dry-run", "parallel.expert=2"], "but the model has none"),
     (["train", "RECIPE", "--dry-run", "lora.rank=4", "lora.targets=[mlp]"], "lora.targets holds"),
     (["train", "RECIPE", "--dry-run", "recompute.modules=[norm]"], "recompute.modules names norm"),
     (["train", "RECIPE", "--nodes", "2"], "--nodes 2 needs --master HOST:PORT"),
