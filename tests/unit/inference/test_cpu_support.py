@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import megavlm.inference
+from megavlm.families import FAMILIES
 from megavlm.inference.cpu_support.cumulative_sampling import draw
 from tests.timeouts import scaled
 
@@ -56,7 +57,7 @@ def test_torchvision_imports_and_keeps_its_operators() -> None:
     assert run(program) == "True\n"
 
 
-def test_models_are_looked_for_among_the_qwen_families() -> None:
+def test_models_are_looked_for_among_those_of_the_family() -> None:
     program = """
 import importlib.util, pkgutil
 (folder,) = importlib.util.find_spec("sglang").submodule_search_locations
@@ -65,7 +66,9 @@ for package in ("models", "multimodal.processors", "layers"):
     names = [module.name for module in pkgutil.iter_modules([path], f"sglang.srt.{package}.")]
     print(len(names) > 0, all("qwen" in name for name in names))
 """
-    assert run(program).splitlines() == ["True True", "True True", "True False"]
+    served = {"MEGAVLM_SERVED_MODULES": FAMILIES["qwen2_5_vl"].served_modules}
+    assert run(program, **served).splitlines() == ["True True", "True True", "True False"]
+    assert run(program).splitlines() == ["True False"] * 3
 
 
 def test_sgl_kernel_imports_any_name_and_refuses_to_run() -> None:
