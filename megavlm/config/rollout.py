@@ -25,9 +25,10 @@ OWNED_SERVER_ARGS = {
     "config": "rollout.server_args",
     "device": "CUDA_VISIBLE_DEVICES",
 }
-# Refused because they run code from a model folder or a request, or because they are keys: megavlm
-# generates random keys for each run.
+# Options with which a run cannot work, or must not.
 REFUSED_SERVER_ARGS = {
+    "quantization": "SGLang cannot load the weights of an update into quantised ones",
+    "torchao_config": "SGLang cannot load the weights of an update into quantised ones",
     "trust_remote_code": "it runs code from the model folder",
     "enable_custom_logit_processor": "it runs code from requests",
     "api_key": "it would show in the process list, and each run makes its own",

@@ -255,6 +255,7 @@ BROKEN = {
     ("rollout.server_args.enable_memory_saver=true",): "set by megavlm: use rollout.colocate",
     ("rollout.server_args.port=1",): "rollout.server_args.port is set by megavlm: use rollout.port",
     ("rollout.server_args.tp-size=2",): "use rollout.tensor_parallel",
+    ("rollout.server_args.quantization=fp8",): "refused, because SGLang cannot load the weights",
     ("rollout.server_args.trust-remote-code=true",): "refused, because it runs code",
     ("rollout.server_args.api_key=secret",): "rollout.server_args.api_key is refused",
     ("rollout.server_args={--device: cpu}",): "rollout.server_args.--device is set by megavlm",
