@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from megavlm.config.data import Data
 from megavlm.data.rows import Row, Rows
-from tests.timeouts import SCALE, scaled
+from tests.support.timeouts import SCALE, scaled
 
 # An example's time says what else the machine does, nothing about the code.
 settings.register_profile("megavlm", deadline=None, max_examples=50)

@@ -23,7 +23,7 @@ import torch
 from checkpoint_tools.safetensors_io import SafetensorsWriter, Spec
 from checkpoint_tools.streaming import format_bytes
 from megavlm.families import family
-from tests.unit.models.releases import released_config
+from tests.support.releases import released_config
 
 RELEASE, LAYERS = "Qwen2.5-VL-3B", 36
 SHARD_BYTES = 2 * 10**9

@@ -38,8 +38,8 @@ from megavlm.training.step.step_plan import (
     plan_step,
     shown_images,
 )
-from tests.columns import columns
 from tests.conftest import DATA
+from tests.support.columns import columns
 
 SIZE = (1148, 868)  # 1 megapixel
 PROMPTS_PER_STEP, NUM_PROMPTS = 512, 16  # of which the costs are scaled up

@@ -30,7 +30,7 @@ from megavlm.parallel import platform
 from megavlm.parallel.mesh import build_mesh
 from megavlm.training.gradient_buffers import wrap
 from tests.benchmarks.bench_model import GRID, SIZES, TOKEN_IDS, Shape, inputs, our_step
-from tests.distributed.fork import launch
+from tests.support.fork import launch
 
 VOCABULARY, HIDDEN = 151_936, 256
 # T tokens, N of them scored; whether the plain form is run: for 8,192 tokens it takes 15 GB

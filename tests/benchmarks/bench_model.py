@@ -36,8 +36,8 @@ from megavlm.training.forward_backward import forward_backward
 from megavlm.training.gradient_buffers import wrap
 from megavlm.training.losses import supervised_loss
 from megavlm.training.step.vision_features import VisionFeatures
-from tests.distributed.fork import launch
-from tests.random_images import random_image
+from tests.support.fork import launch
+from tests.support.random_images import random_image
 
 VOCABULARY = 8192
 TOKENS = ("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")

@@ -30,7 +30,7 @@ from megavlm.rollout.groups import policy_trees
 from megavlm.rollout.trajectory import Episode, Group
 from megavlm.training.step.balance import Item, TreeSize, best_fit
 from megavlm.training.step.pack_plan import Schedule, costs_of, plan_packs
-from tests.columns import columns
+from tests.support.columns import columns
 
 RESPONSE = 2048  # tokens
 # FLOPs of a 7B model: a token's matrices, and a pair that attends.

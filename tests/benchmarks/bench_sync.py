@@ -42,12 +42,12 @@ from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncSettings
 from tests.benchmarks.bench_model import SIZES
-from tests.distributed.fork import launch
 from tests.fakes.receivers import FixedReceivers
 from tests.parity.inputs import QUESTION
 from tests.parity.runs import build
 from tests.parity.table import Ranks
-from tests.unit.models.releases import released_config
+from tests.support.fork import launch
+from tests.support.releases import released_config
 
 REPEATS = 3
 SETTINGS = LoRA(rank=16, alpha=32.0)

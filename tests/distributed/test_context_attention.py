@@ -14,8 +14,8 @@ from megavlm.data.packing import make_pack
 from megavlm.models.common.attention import TreeAttention
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.pack_layout import PackLayout
-from tests.distributed.fork import launch
-from tests.unit.models.forests import FORESTS, forest
+from tests.support.forests import FORESTS, forest
+from tests.support.fork import launch
 
 pytestmark = pytest.mark.distributed
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8

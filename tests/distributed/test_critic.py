@@ -22,13 +22,13 @@ from megavlm.training.losses import critic_loss
 from megavlm.training.step.rank_images import RankImages
 from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.training.train_state import TrainState
-from tests.columns import columns
 from tests.conftest import row, write_rows
-from tests.distributed.fork import launch
-from tests.levels import slow
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import distinct_images
+from tests.support.columns import columns
+from tests.support.fork import launch
+from tests.support.levels import slow
 
 pytestmark = pytest.mark.distributed
 

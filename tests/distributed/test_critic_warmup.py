@@ -14,10 +14,10 @@ from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.parallel.mesh import build_mesh
 from megavlm.training.optimizer import build_updater
-from tests.distributed.fork import launch
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.table import LAYOUTS
+from tests.support.fork import launch
 
 pytestmark = pytest.mark.distributed
 Found = dict[str, list[Any]]  # tensors, which come back as arrays

@@ -10,14 +10,14 @@ import pytest
 from megavlm.models.common.config import ModelOptions
 from megavlm.run.export import _trainer_logits
 from megavlm.training.gradient_buffers import wrap
-from tests.distributed.fork import launch
-from tests.levels import slow
 from tests.parity.cases import packs_of
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import distinct_images
 from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.support.fork import launch
+from tests.support.levels import slow
 
 pytestmark = pytest.mark.distributed
 

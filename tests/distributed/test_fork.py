@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megavlm.parallel.mesh import Layout, build_mesh
-from tests.distributed import fork
-from tests.distributed.fork import launch
-from tests.timeouts import scaled
+from tests.support import fork
+from tests.support.fork import launch
+from tests.support.timeouts import scaled
 
 pytestmark = pytest.mark.distributed
 

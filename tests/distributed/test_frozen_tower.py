@@ -16,14 +16,14 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.training.forward_backward import compute_logprobs, forward_backward
 from megavlm.training.step.rank_images import RankImages
-from tests.distributed.fork import launch
-from tests.levels import slow
 from tests.parity.cases import packs_of
 from tests.parity.inputs import image, inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import Sequences, distinct_images
 from tests.parity.runs import Run, difference, weighted
 from tests.parity.table import LAYOUTS, Ranks
+from tests.support.fork import launch
+from tests.support.levels import slow
 
 pytestmark = pytest.mark.distributed
 FROZEN = ModelOptions()

@@ -15,13 +15,13 @@ from megavlm.weight_sync.gather import gather, local_shards
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.sglang_layout import PIECE
 from megavlm.weight_sync.trainable import trained_entries
-from tests.distributed.fork import launch
-from tests.distributed.merged import add_pairs, merged
-from tests.levels import slow
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.support.fork import launch
+from tests.support.levels import slow
+from tests.support.merged import add_pairs, merged
 
 pytestmark = pytest.mark.distributed
 ALL_LAYOUTS = {

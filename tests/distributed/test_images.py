@@ -24,12 +24,12 @@ from megavlm.training.step.rank_images import ImagePlace, ImageReader, image_pla
 from megavlm.training.step.step_plan import PackShape, StepPlan, shown_images
 from megavlm.training.step.vision_features import VisionFeatures
 from tests.conftest import write_rows
-from tests.distributed.fork import launch
-from tests.levels import slow
 from tests.parity.inputs import image
 from tests.parity.models import model_folder
 from tests.parity.runs import build
 from tests.parity.table import LAYOUTS, Ranks
+from tests.support.fork import launch
+from tests.support.levels import slow
 
 pytestmark = pytest.mark.distributed
 SHARED = image(96, 96, 0)  # in rows of both data ranks

@@ -14,10 +14,14 @@ from megavlm.config.lora import LoRA
 from megavlm.models.common.lora import adapters, adapters_disabled
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.parallel.mesh import Layout
-from tests.cache import cached_value
-from tests.distributed.fork import launch
-from tests.distributed.lora_reference import ALPHA, RANK, Name, expect, projections
-from tests.distributed.lora_runs import (
+from tests.parity.cases import gradient_norm
+from tests.parity.inputs import inputs_of
+from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.support.cache import cached_value
+from tests.support.fork import launch
+from tests.support.levels import slow
+from tests.support.lora_reference import ALPHA, RANK, Name, expect, projections
+from tests.support.lora_runs import (
     DENSE,
     EXPERTS,
     LINEAR,
@@ -28,10 +32,6 @@ from tests.distributed.lora_runs import (
     set_pairs,
     start,
 )
-from tests.levels import slow
-from tests.parity.cases import gradient_norm
-from tests.parity.inputs import inputs_of
-from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -15,9 +15,11 @@ from megavlm.config.optimizer import Optimizer
 from megavlm.models.common.lora import adapters
 from megavlm.parallel.mesh import Layout
 from megavlm.training.optimizer import Updater, build_updater
-from tests.distributed.fork import launch
-from tests.distributed.lora_reference import ALPHA, RANK
-from tests.distributed.lora_runs import (
+from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.support.fork import launch
+from tests.support.levels import slow
+from tests.support.lora_reference import ALPHA, RANK
+from tests.support.lora_runs import (
     DENSE,
     EXPERTS,
     TOWER,
@@ -27,8 +29,6 @@ from tests.distributed.lora_runs import (
     start,
     whole_pairs,
 )
-from tests.levels import slow
-from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 
 pytestmark = pytest.mark.distributed
 

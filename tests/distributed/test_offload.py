@@ -12,10 +12,10 @@ from megavlm.config.optimizer import Optimizer
 from megavlm.parallel import offload
 from megavlm.parallel.offload import Offloadable, distinct_storages
 from megavlm.training.colocate import trainer_memory
-from tests.distributed.fork import launch
 from tests.distributed.test_updates import SETTINGS, start
 from tests.parity.models import model_folder
 from tests.parity.table import LAYOUTS, Ranks
+from tests.support.fork import launch
 
 pytestmark = pytest.mark.distributed
 

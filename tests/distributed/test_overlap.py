@@ -16,12 +16,12 @@ from megavlm.config.optimizer import Optimizer
 from megavlm.data.packing import empty_pack
 from megavlm.training import gradient_buffers
 from megavlm.training.losses import supervised_loss
-from tests.columns import columns
-from tests.distributed.fork import launch
 from tests.distributed.test_updates import SETTINGS, STEPS, start
-from tests.levels import slow
 from tests.parity.models import model_folder
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS
+from tests.support.columns import columns
+from tests.support.fork import launch
+from tests.support.levels import slow
 
 pytestmark = pytest.mark.distributed
 BUCKET = 20_000  # parameters: a tiny model has several buckets, which mix tower and layers

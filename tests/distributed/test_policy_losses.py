@@ -34,13 +34,13 @@ from megavlm.training.losses import Update, policy_loss, with_value_loss
 from megavlm.training.optimizer import build_updater
 from megavlm.training.step.pack_plan import assign
 from megavlm.training.step.vision_features import VisionFeatures
-from tests.columns import columns
-from tests.distributed.fork import launch
-from tests.levels import slow
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import Sequences, distinct_images
 from tests.parity.table import LAYOUTS, Ranks
+from tests.support.columns import columns
+from tests.support.fork import launch
+from tests.support.levels import slow
 
 pytestmark = pytest.mark.distributed
 

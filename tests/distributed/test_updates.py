@@ -31,13 +31,13 @@ from megavlm.training.losses import supervised_loss
 from megavlm.training.optimizer import Updater, build_updater
 from megavlm.training.reference import reference
 from megavlm.training.step.vision_features import VisionFeatures
-from tests.distributed.fork import launch
-from tests.levels import slow
 from tests.parity.cases import TREES_PER_PACK, packs_of
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import Sequences, distinct_images
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.support.fork import launch
+from tests.support.levels import slow
 
 pytestmark = pytest.mark.distributed
 ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS

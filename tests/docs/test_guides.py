@@ -18,7 +18,7 @@ from megavlm.rewards.manager import Part, RewardManager
 from megavlm.rewards.registry import check_options, check_reward_row
 from megavlm.rollout.rewards import make_reward_manager, reward_parts, used_tasks
 from tests.docs.test_tutorial import FENCE, ROOT
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 
 @pytest.fixture(autouse=True)

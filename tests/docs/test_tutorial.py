@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megavlm.demo.tiny_model import make_tiny_model
-from tests.cache import cached_folder
 from tests.conftest import png
+from tests.support.cache import cached_folder
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.M | re.S)

@@ -19,9 +19,9 @@ from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_process import ADMIN_KEY, API_KEY
 from megavlm.observability.records import read_records
-from tests.cache import cached_folder
-from tests.glossary import unexplained
-from tests.timeouts import scaled
+from tests.support.cache import cached_folder
+from tests.support.glossary import unexplained
+from tests.support.timeouts import scaled
 
 WAIT = scaled(500)  # seconds for a command; below pytest's own limit, so that its output is shown
 

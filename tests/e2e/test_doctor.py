@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.demo.tiny_model import make_tiny_model
-from tests.cache import cached_folder
+from tests.support.cache import cached_folder
 from tests.unit.run.test_doctor import outcome
 
 

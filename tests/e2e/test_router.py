@@ -14,7 +14,7 @@ from megavlm.inference.server import ClaimedPort, ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_process import ADMIN_KEY, API_KEY
 from tests.e2e.conftest import World
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

@@ -22,7 +22,7 @@ from megavlm.demo.tiny_model import (
 from megavlm.parallel import platform
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.gpu import shapes
-from tests.unit.models.releases import RELEASES
+from tests.support.releases import RELEASES
 
 QUESTIONS = ["How many circles are there?", "What colour is the square?"] * 20
 LENGTH = 151665  # of Qwen2.5's tokenizer

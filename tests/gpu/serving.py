@@ -39,7 +39,7 @@ from tests.fakes.fixed_servers import FixedServers
 from tests.gpu import folder as folders
 from tests.gpu import model, shapes
 from tests.gpu.lines import checking, report
-from tests.random_images import image
+from tests.support.random_images import image
 
 RELEASE = "Qwen2.5-VL-3B"
 # What the carried packages lack is not asked for: no xgrammar, no kernels but Triton's and torch's.

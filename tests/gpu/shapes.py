@@ -17,8 +17,8 @@ from megavlm.data.positions import Span, mrope_positions
 from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_configs import TinySizes, tiny_config
-from tests.random_images import random_image
-from tests.unit.models.releases import RELEASES, released_config
+from tests.support.random_images import random_image
+from tests.support.releases import RELEASES, released_config
 
 SWITCH = "MEGAVLM_GPU_TESTS"
 TOKENS = ("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")

@@ -19,8 +19,8 @@ from tests.gpu import figures, grpo, linear_attention, page, parity, shapes, sta
 from tests.gpu.grpo import Memory
 from tests.gpu.lines import LONGEST
 from tests.gpu.stage import Part, Results, Stage
-from tests.timeouts import scaled
-from tests.unit.models.releases import RELEASES
+from tests.support.releases import RELEASES
+from tests.support.timeouts import scaled
 
 
 def run_script(name: str, folder: Path) -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
 """A pass in bf16 as on a GPU: the tower's images in one variable-length kernel, and packs of trees
-in flash attention; each kernel is written out in tests/unit/models/kernels.py.
+in flash attention; each kernel is written out in tests/support/kernels.py.
 """
 
 from contextlib import ExitStack
@@ -16,14 +16,14 @@ from torch.nn.attention import varlen
 
 from megavlm.models.common import vision_layers
 from megavlm.models.common.config import ModelOptions
-from tests.distributed.fork import launch
 from tests.parity.cases import packs_of
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import distinct_images
 from tests.parity.runs import Run
 from tests.parity.table import LAYOUTS
-from tests.unit.models.kernels import DotProductAttention
+from tests.support.fork import launch
+from tests.support.kernels import DotProductAttention
 
 CAUSAL, WHOLE = (-1, 0), (-1, -1)  # windows: of the language model's calls, and of the tower's
 BF16, FP32 = torch.bfloat16, torch.float32

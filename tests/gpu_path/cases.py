@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 
 from megavlm.models.common.config import ModelOptions
-from tests.distributed.fork import launch
 from tests.parity.cases import packs_of
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
@@ -18,6 +17,7 @@ from tests.parity.reference import distinct_images
 from tests.parity.runs import Run
 from tests.parity.table import LAYOUTS, OPTIONS, Case
 from tests.parity.test_parity import check
+from tests.support.fork import launch
 
 OPTIONS["no fusions"] = replace(OPTIONS[""], fusions=False)
 CASES = [

@@ -12,8 +12,8 @@ import torch
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
 from megavlm.training.colocate import trainer_memory
-from tests.distributed.fork import launch
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.support.fork import launch
 from tests.unit.checkpoints.ranks import Run, make_hf, start
 
 ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS

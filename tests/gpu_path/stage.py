@@ -18,7 +18,7 @@ import torch
 
 from megavlm.parallel import platform
 from tests.gpu_path import extension, permutation
-from tests.unit.models.kernels import varlen_attn
+from tests.support.kernels import varlen_attn
 
 # `make setup` puts Transformer Engine's package here, out of the way of all that runs on a CPU.
 PACKAGES = Path(sys.prefix) / "gpu-path"

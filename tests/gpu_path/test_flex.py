@@ -19,7 +19,7 @@ from megavlm.models.common import attention_backends
 from megavlm.models.common.attention_backends import flex, sdpa
 from megavlm.models.common.pack_layout import PackLayout
 from megavlm.parallel import platform
-from tests.unit.models.forests import FORESTS, forest, random_shape
+from tests.support.forests import FORESTS, forest, random_shape
 
 SCALE, HEAD_DIM = 0.3, 16
 PASSES = (True, False)  # with and without gradients, as in a step

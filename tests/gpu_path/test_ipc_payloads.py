@@ -24,7 +24,7 @@ from megavlm.weight_sync.server_parameters import loaded_in_slices
 from megavlm.weight_sync.sglang_layout import ServerLayout, hub_tensors, server_tensors
 from megavlm.weight_sync.transports.tensor import UPDATE, TensorTransport
 from megavlm.weight_sync.update import SyncAttempt, TensorBucket
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 pytestmark = pytest.mark.sglang
 

@@ -31,12 +31,12 @@ from megavlm.models.linear_attention.chunked_rule import chunk_gated_delta_rule
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import build_mesh
 from megavlm.training.losses import Update, policy_loss, with_value_loss
-from tests.distributed.fork import launch
 from tests.parity.cases import packs_of
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import distinct_images
 from tests.parity.table import FAMILIES, LAYOUTS
+from tests.support.fork import launch
 
 pytestmark = pytest.mark.distributed
 DEVICE = torch.device("meta")

@@ -13,8 +13,8 @@ import pytest
 
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
-from tests.distributed.fork import launch
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.support.fork import launch
 from tests.unit.checkpoints.ranks import assert_equal_tensors, make_hf, start
 
 RANKS = LAYOUTS | EXPERT_LAYOUTS

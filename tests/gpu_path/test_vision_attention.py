@@ -12,9 +12,9 @@ from megavlm.data.videos import Grid
 from megavlm.models.common.vision_layers import Segments, attend
 from megavlm.models.qwen2_5_vl.vision import window_lengths
 from megavlm.parallel import platform
-from tests.unit.models import kernels
+from tests.support import kernels
+from tests.support.towers import make_pair, make_patches, relative
 from tests.unit.models.test_towers import BATCHES, every_family
-from tests.unit.models.towers import make_pair, make_patches, relative
 
 CPU = torch.device("cpu")
 

@@ -24,9 +24,6 @@ from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.forward_backward import compute_logprobs, forward_backward, logits
 from megavlm.training.gradient_buffers import wrap
 from megavlm.training.step.vision_features import VisionFeatures
-from tests.cache import cached_value
-from tests.columns import columns
-from tests.distributed.fork import launch
 from tests.parity.inputs import Inputs
 from tests.parity.reference import (
     Reference,
@@ -37,6 +34,9 @@ from tests.parity.reference import (
     weighted_loss,
 )
 from tests.parity.table import OPTIONS, Case, Ranks
+from tests.support.cache import cached_value
+from tests.support.columns import columns
+from tests.support.fork import launch
 
 TREES_PER_PACK = 2
 

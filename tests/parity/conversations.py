@@ -10,9 +10,9 @@ from torch import Tensor
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import Span, mrope_positions
 from megavlm.data.processor import ProcessedImage, Prompt
-from tests.columns import columns
 from tests.parity.inputs import Inputs, image
 from tests.parity.reference import Reference, token_weights
+from tests.support.columns import columns
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megavlm.data.rows import Row, Video
 from megavlm.families import family_of
 from tests.conftest import DATA
 from tests.parity.reference import Sequences
-from tests.random_images import image
+from tests.support.random_images import image
 
 QUESTION = "Find x in the triangle. How many blue circles?"
 

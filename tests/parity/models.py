@@ -6,9 +6,9 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from megavlm.demo.tiny_model import make_tiny_model
-from tests.cache import cached_folder
-from tests.distributed.fork import launch
 from tests.parity.inputs import QUESTION, inputs_of
+from tests.support.cache import cached_folder
+from tests.support.fork import launch
 
 # Four layers for four stages, four key-value heads for four tensor ranks; three DeepStack levels,
 # so that with a layer per stage every stage but the last adds one.

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.distributed.fork import launch
 from tests.parity import cases, table
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import Reference, Sequences
 from tests.parity.table import Case
+from tests.support.fork import launch
 
 pytestmark = pytest.mark.parity
 TOLERANCE = 1e-9

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.distributed.fork import launch
 from tests.parity.cases import Differences, compare_all, expected_of
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.table import Case, everything, quick, subset
+from tests.support.fork import launch
 
 pytestmark = pytest.mark.parity
 TOLERANCE = 1e-5

@@ -20,7 +20,6 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.lora import adapters, add_adapters
 from megavlm.models.common.lora_targets import choose, linear_names
-from tests.distributed.fork import launch
 from tests.parity.cases import Differences, compare, expected_of, packs_of
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
@@ -39,6 +38,7 @@ from tests.parity.reference import Reference, Sequences, distinct_images
 from tests.parity.runs import Run, build, difference
 from tests.parity.table import LAYOUTS, Case, Ranks
 from tests.parity.test_parity import NORM_TOLERANCE, TOLERANCE
+from tests.support.fork import launch
 
 pytestmark = pytest.mark.parity
 FAR = 100 * TOLERANCE

@@ -16,15 +16,15 @@ from megavlm.models.common.logprobs import Scoring
 from megavlm.training.forward_backward import forward_backward
 from megavlm.training.optimizer import Updater, build_updater
 from megavlm.training.step.vision_features import VisionFeatures
-from tests.cache import cached_value
-from tests.distributed.fork import launch
-from tests.levels import slow
 from tests.parity.cases import TREES_PER_PACK, packs_of
 from tests.parity.inputs import Inputs, image, inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import Reference, Sequences, distinct_images
 from tests.parity.runs import Run, build, weighted
 from tests.parity.table import FAMILIES, LAYOUTS, Ranks
+from tests.support.cache import cached_value
+from tests.support.fork import launch
+from tests.support.levels import slow
 
 pytestmark = pytest.mark.parity
 BF16 = torch.bfloat16

@@ -14,14 +14,14 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.training.forward_backward import forward_backward
 from megavlm.training.losses import supervised_loss
-from tests.columns import columns
-from tests.distributed.fork import launch
-from tests.levels import slow
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import Sequences, distinct_images
 from tests.parity.runs import Run
 from tests.parity.table import LAYOUTS
+from tests.support.columns import columns
+from tests.support.fork import launch
+from tests.support.levels import slow
 
 pytestmark = pytest.mark.parity
 TOLERANCE = 1e-6

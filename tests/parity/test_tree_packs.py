@@ -12,14 +12,14 @@ import torch
 from megavlm.data.packing import Pack, Tree, make_pack
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import MEMORY
-from tests.cache import cached_value
-from tests.distributed.fork import launch
-from tests.levels import slow
 from tests.parity.conversations import Conversation, expect, two_conversations
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.runs import Run, difference
 from tests.parity.table import LAYOUTS, Ranks
+from tests.support.cache import cached_value
+from tests.support.fork import launch
+from tests.support.levels import slow
 
 pytestmark = pytest.mark.parity
 TOLERANCE = 1e-5

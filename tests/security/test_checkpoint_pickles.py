@@ -10,8 +10,8 @@ import pytest
 
 from megavlm.checkpointing.checksums import file_checksums
 from megavlm.checkpointing.folder import Manifest, step_folder
-from tests.distributed.fork import launch
 from tests.security.test_pickles import Canary
+from tests.support.fork import launch
 from tests.unit.checkpoints.ranks import ONE_RANK, make_hf, start
 
 

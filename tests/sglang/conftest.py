@@ -19,10 +19,10 @@ from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.memory import FLUSH_CACHE
 from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.weight_sync.server_api import Servers, control_client
-from tests.cache import cached_folder
 from tests.conftest import DATA
 from tests.fakes.fixed_servers import FixedServers
 from tests.sglang.questions import QUESTION
+from tests.support.cache import cached_folder
 
 PLAIN = "qwen2_5_vl"
 

@@ -36,12 +36,12 @@ from megavlm.weight_sync.transports.disk import DiskTransport
 from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncReport, SyncSettings
-from tests.distributed.lora_reference import ALPHA, RANK
-from tests.distributed.merged import add_pairs
 from tests.fakes.receivers import FixedReceivers
 from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
-from tests.timeouts import scaled
+from tests.support.lora_reference import ALPHA, RANK
+from tests.support.merged import add_pairs
+from tests.support.timeouts import scaled
 
 TIMEOUT = scaled(120)  # seconds for a request or a transfer
 

@@ -24,7 +24,7 @@ from tests.conftest import DATA
 from tests.parity.reference import Reference
 from tests.sglang.conftest import PLAIN, Served, model_folder
 from tests.sglang.test_weights import after_push, differences
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("127.0.0.1", "127.0.0.2")

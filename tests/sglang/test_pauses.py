@@ -18,14 +18,14 @@ import pytest
 
 from megavlm.inference.server_pool.requirements import Requirements
 from megavlm.weight_sync.coordinator import CONTINUE
-from tests.distributed.fork import launch
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
 from tests.sglang.pushes import Trainer, changed, push
 from tests.sglang.questions import prompts
 from tests.sglang.test_server import group
 from tests.sglang.test_weights import differences
-from tests.timeouts import scaled
+from tests.support.fork import launch
+from tests.support.timeouts import scaled
 
 START = scaled(600)  # seconds
 pytestmark = [

@@ -21,12 +21,12 @@ from megavlm.inference.protocol import Sampling
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from tests.conftest import DATA
-from tests.distributed.fork import launch
-from tests.distributed.lora_reference import RANK
 from tests.sglang.conftest import Served, model_folder
 from tests.sglang.pushes import Trainer, changed, push_and_compare
 from tests.sglang.questions import prompts
-from tests.timeouts import scaled
+from tests.support.fork import launch
+from tests.support.lora_reference import RANK
+from tests.support.timeouts import scaled
 
 START = scaled(600)  # seconds
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]

@@ -24,7 +24,7 @@ from tests.conftest import DATA
 from tests.fakes.fixed_servers import FixedServers
 from tests.sglang.conftest import PLAIN, Served, model_folder
 from tests.sglang.questions import prompts
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 

@@ -22,13 +22,13 @@ from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from tests.conftest import DATA
-from tests.distributed.fork import launch
 from tests.fakes.transports import WatchedTransport
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
 from tests.sglang.pushes import Trainer, changed, make_sync
 from tests.sglang.questions import largest_difference, prompts
-from tests.timeouts import scaled
+from tests.support.fork import launch
+from tests.support.timeouts import scaled
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 START = scaled(600)  # seconds

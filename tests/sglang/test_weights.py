@@ -15,8 +15,6 @@ from megavlm.inference.server_args import ServerOptions
 from megavlm.weight_sync.checksums import Checksums, check_checksums, tensor_hash
 from megavlm.weight_sync.server_api import Servers, control_client
 from megavlm.weight_sync.sglang_layout import ServerLayout, parameter_name
-from tests.distributed.fork import launch
-from tests.distributed.merged import merged
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
 from tests.sglang.pushes import (
@@ -27,6 +25,8 @@ from tests.sglang.pushes import (
     with_tensors,
 )
 from tests.sglang.questions import largest_difference, prompts
+from tests.support.fork import launch
+from tests.support.merged import merged
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.inference.server import ClaimedPort
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
 FINISHED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}

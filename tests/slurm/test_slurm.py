@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from megavlm.demo.tiny_model import make_tiny_model
-from tests.cache import cached_folder
 from tests.slurm.cluster import Cluster, missing
-from tests.timeouts import scaled
+from tests.support.cache import cached_folder
+from tests.support.timeouts import scaled
 
 ROOT = Path(__file__).parents[2]
 STUBS = [ROOT / "tests/unit/run/fake_training", ROOT / "tests/fakes/stub_sglang"]

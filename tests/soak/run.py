@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from tests.cache import cached_folder
 from tests.e2e.conftest import World, make_world
 from tests.soak.growth import Sample, table, take_sample
+from tests.support.cache import cached_folder
 
 SAMPLES = 100  # of a whole run
 LEAST = 500  # steps: caches and allocators fill in the first few hundred

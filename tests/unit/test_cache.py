@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import cache
-from tests.cache import cached_folder, cached_value, code_digest
+from tests.support import cache
+from tests.support.cache import cached_folder, cached_value, code_digest
 
 
 @pytest.fixture(autouse=True)

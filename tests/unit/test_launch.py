@@ -16,7 +16,7 @@ import pytest
 from megavlm.inference.server import HOST, ClaimedPort
 from megavlm.inference.server_process import LOG_BYTES
 from megavlm.process import STACKS, STACKS_WANTED
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "recipes/grpo/qwen2_5_vl_7b_geo3k_nodes.yaml"

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from tests import conftest, timeouts
+from tests import conftest
+from tests.support import timeouts
 
 
 @pytest.mark.parametrize("own", [None, 30.0])

@@ -33,7 +33,7 @@ from tests.benchmarks.bench_model import (  # noqa: E402
     measure,
 )
 from tests.benchmarks.results import RESULTS, replace_part  # noqa: E402
-from tests.distributed.fork import launch  # noqa: E402
+from tests.support.fork import launch  # noqa: E402
 
 FAMILY, SIZE, LENGTH = "qwen2_5_vl", "tiny", 60
 IMAGE = (1, 20, 20)  # patches, 100 tokens

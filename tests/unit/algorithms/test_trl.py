@@ -18,8 +18,8 @@ from megavlm.config.algorithm import GRPO
 from megavlm.data.target_tokens import TargetColumns
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.losses import Update, policy_loss
-from tests.columns import columns as target_columns
-from tests.timeouts import scaled
+from tests.support.columns import columns as target_columns
+from tests.support.timeouts import scaled
 
 PROGRAM = Path(__file__).with_name("trl_losses.py")
 LENGTHS, LONGEST = [5, 2, 7, 1, 4], 7

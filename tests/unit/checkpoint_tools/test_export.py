@@ -31,8 +31,8 @@ from megavlm.inference.server_args import CPU_SUPPORT
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.parity.table import FAMILIES
+from tests.support.samples import auto_processor
 from tests.unit.checkpoint_tools.conftest import Folder
-from tests.unit.data.samples import auto_processor
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -24,9 +24,9 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import local_tensors
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.optimizer import build_updater
-from tests.distributed.fork import launch
-from tests.levels import slow
 from tests.parity.table import FAMILIES, Ranks
+from tests.support.fork import launch
+from tests.support.levels import slow
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoints.ranks import SETTINGS
 

@@ -24,12 +24,12 @@ from megavlm.config.optimizer import Optimizer
 from megavlm.models.common.components import lora_component
 from megavlm.models.common.lora_targets import linear_names
 from megavlm.training.optimizer import build_updater
-from tests.distributed.fork import launch
-from tests.distributed.lora_reference import ALPHA, RANK, pair
-from tests.distributed.lora_runs import DENSE, EXPERTS, TOWER, lora_folder, set_pairs, start
 from tests.parity.inputs import Inputs
 from tests.parity.reference import Reference
 from tests.parity.table import EXPERT_LAYOUTS, FAMILIES, LAYOUTS, Ranks
+from tests.support.fork import launch
+from tests.support.lora_reference import ALPHA, RANK, pair
+from tests.support.lora_runs import DENSE, EXPERTS, TOWER, lora_folder, set_pairs, start
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoint_tools.lora_models import (
     load,

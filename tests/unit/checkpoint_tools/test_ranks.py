@@ -15,8 +15,8 @@ from checkpoint_tools.safetensors_io import UnmappedHFFolder
 from checkpoint_tools.weights import hub_weights, open_weights
 from megavlm.checkpointing.all_ranks import CheckpointError
 from megavlm.checkpointing.writer import RecordFile
-from tests.distributed.fork import launch
 from tests.parity.table import FAMILIES
+from tests.support.fork import launch
 from tests.unit.checkpoint_tools.conftest import Folder
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint_tools.safetensors_io import SafetensorsWriter, Spec, UnmappedHFFolder
 from checkpoint_tools.streaming import prefetch
 from megavlm.models.common.hf_source import HFFolder
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 TENSORS = {
     "wide": torch.arange(6.0, dtype=torch.float64).reshape(2, 3),

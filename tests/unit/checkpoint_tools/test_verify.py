@@ -20,7 +20,7 @@ from megavlm.checkpointing.checksums import file_checksums
 from megavlm.checkpointing.folder import Manifest
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.writer import RecordFile, write_contents
-from tests.levels import slow
+from tests.support.levels import slow
 from tests.unit.checkpoint_tools.command import run, sentence
 from tests.unit.checkpoint_tools.conftest import ADAPTED, Folder
 

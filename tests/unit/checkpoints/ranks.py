@@ -32,8 +32,8 @@ from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training import gradient_buffers
 from megavlm.training.optimizer import Updater, build_updater
-from tests.distributed.fork import launch
 from tests.parity.table import LAYOUTS, Ranks
+from tests.support.fork import launch
 
 SETTINGS = Optimizer(
     lr=1e-2,

@@ -19,9 +19,9 @@ from megavlm.config.lora import LoRA
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.lora import add_adapters
 from megavlm.training.optimizer import build_updater
-from tests.distributed.fork import launch
-from tests.levels import slow
 from tests.parity.table import LAYOUTS, Ranks
+from tests.support.fork import launch
+from tests.support.levels import slow
 from tests.unit.checkpoints.ranks import (
     ONE_RANK,
     SETTINGS,

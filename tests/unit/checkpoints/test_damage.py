@@ -20,7 +20,7 @@ from megavlm.checkpointing.folder import (
 from megavlm.checkpointing.retention import Retention, prune
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.checkpointing.saver import Saver
-from tests.distributed.fork import launch
+from tests.support.fork import launch
 from tests.unit.checkpoints.ranks import ONE_RANK, Name, Run, make_hf, start
 
 

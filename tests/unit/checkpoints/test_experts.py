@@ -15,9 +15,9 @@ from megavlm.families import family
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.mapping import by_key
 from megavlm.parallel.mesh import Layout
-from tests.distributed.fork import launch
-from tests.levels import slow
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.support.fork import launch
+from tests.support.levels import slow
 from tests.unit.checkpoints.ranks import (
     ONE_RANK,
     check_state,

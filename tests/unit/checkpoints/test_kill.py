@@ -21,8 +21,8 @@ from megavlm.checkpointing.retention import Retention
 from megavlm.checkpointing.save import SaveTarget
 from megavlm.checkpointing.saver import Saver
 from megavlm.checkpointing.snapshot import Snapshot
-from tests.distributed.fork import launch
-from tests.levels import slow
+from tests.support.fork import launch
+from tests.support.levels import slow
 from tests.unit.checkpoints.ranks import ONE_RANK, TP2, Run, make_hf, start
 
 # Each is called in a save, in this order; True: killed after the call, not before it; a number: of

@@ -20,10 +20,10 @@ from megavlm.checkpointing.saver import Saver
 from megavlm.checkpointing.snapshot import Snapshot, Written
 from megavlm.parallel.collectives import any_rank
 from megavlm.training.guards import StopRequest, TimeLimit
-from tests.distributed.fork import launch
-from tests.levels import slow
 from tests.parity.table import LAYOUTS, Ranks
-from tests.timeouts import scaled
+from tests.support.fork import launch
+from tests.support.levels import slow
+from tests.support.timeouts import scaled
 from tests.unit.checkpoints.ranks import TP2, Run, make_hf, start
 
 

@@ -15,7 +15,7 @@ from megavlm.observability.progress import Progress
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.initial_model import adapter_settings, start_model, starting_step
 from megavlm.training.train_state import TrainState
-from tests.distributed.fork import launch
+from tests.support.fork import launch
 from tests.unit.checkpoint_tools.lora_models import make_adapters
 from tests.unit.checkpoints.ranks import make_hf
 from tests.unit.training.test_start import write_recipe

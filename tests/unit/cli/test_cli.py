@@ -13,7 +13,7 @@ from megavlm.config.dump import to_yaml
 from megavlm.config.load import load
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.run.launcher import Nodes
-from tests.cache import cached_folder
+from tests.support.cache import cached_folder
 
 WriteRecipe = Callable[..., Path]
 

@@ -9,7 +9,7 @@ import pytest
 from megavlm.config.checkpoint import CRITIC, POLICY, SUPERVISED, nearest_metrics
 from megavlm.config.evaluation import MEASURES
 from megavlm.config.load import load
-from tests.glossary import entries, unexplained
+from tests.support.glossary import entries, unexplained
 
 BASE = {"run": {"dir": "x"}, "model": {"folder": "m"}, "data": {"test_files": ["t"]}}
 KEEP = ("checkpoint.every=10", "checkpoint.keep_last=2")

@@ -15,7 +15,7 @@ from megavlm.run.checks import preflight
 from megavlm.run.checks.model_folder import check_model
 from megavlm.tasks.geospot.reward import WEIGHTS
 from tests.conftest import write_model_folder
-from tests.unit.models.releases import RELEASES
+from tests.support.releases import RELEASES
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 PARTS = {"debug/shapes.yaml", "debug/any.yaml", "grpo/geo3k.yaml"}  # bases only

@@ -16,7 +16,7 @@ from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.families import FAMILIES, family_of
 from tests.conftest import DATA
-from tests.unit.data.samples import auto_processor, image, our_processor
+from tests.support.samples import auto_processor, image, our_processor
 
 
 def row(*messages: tuple[str, str], images: int = 0) -> Row:

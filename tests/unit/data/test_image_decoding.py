@@ -15,7 +15,7 @@ from PIL import Image, PngImagePlugin
 
 from megavlm.data.image_decoding import FORMATS, decode, image_size
 from tests.conftest import LFS_POINTER
-from tests.unit.data.samples import encode
+from tests.support.samples import encode
 
 NOISE = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
 

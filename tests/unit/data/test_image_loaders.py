@@ -18,7 +18,7 @@ import pytest
 from PIL import ExifTags, Image
 
 from megavlm.data.image_decoding import decode
-from tests.unit.data.samples import encode
+from tests.support.samples import encode
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -21,7 +21,7 @@ from megavlm.data.image_processing import PatchFormat, ProcessedImage
 from megavlm.data.loader import Held, PromptStream, held_for, holding
 from megavlm.data.processor import Prompt, PromptTooLong
 from megavlm.data.rows import Row, Rows
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 DATA = Data(image_keys=(), category_key=None)
 

@@ -18,7 +18,7 @@ from megavlm.data.packing import (
     prompt_tree,
 )
 from megavlm.data.target_tokens import TargetColumns
-from tests.columns import columns
+from tests.support.columns import columns
 
 IMAGE, VIDEO = 98, 99
 VISION = {IMAGE, VIDEO}

@@ -22,7 +22,7 @@ from megavlm.demo.tiny_model import SPECIAL_TOKENS
 from megavlm.families import FAMILIES, family_of
 from megavlm.models.common.qwen_inputs import QwenImages
 from tests.conftest import DATA, read_rows
-from tests.unit.data.samples import auto_processor, image, our_processor
+from tests.support.samples import auto_processor, image, our_processor
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 SIZES = [(56, 56), (28, 28), (1, 1), (17, 90), (333, 200), (640, 480), (2000, 60)]

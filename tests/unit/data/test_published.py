@@ -27,7 +27,7 @@ from megavlm.rewards.registry import check_reward_row, load_reward
 from megavlm.rollout.rewards import reward_parts
 from megavlm.task import built_in_tasks
 from tests.conftest import png, row, write_rows
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 SHA = "a" * 40
 PUBLISHED = {p.name: p for task in built_in_tasks().values() if (p := task.published)}

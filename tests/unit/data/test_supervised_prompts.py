@@ -17,7 +17,7 @@ from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.families import family_of
 from tests.conftest import DATA
-from tests.unit.data.samples import image
+from tests.support.samples import image
 
 Make = Callable[..., Processor]
 

@@ -16,8 +16,8 @@ from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Video
 from megavlm.data.videos import MAX_VIDEO_PIXELS, ProcessedVideo
 from megavlm.families import FAMILIES, family_of
+from tests.support.samples import auto_processor, encode, image, our_processor
 from tests.unit.data.rope_index import sglang_rope_index
-from tests.unit.data.samples import auto_processor, encode, image, our_processor
 from tests.unit.data.test_image_decoding import bomb
 
 Folders = Callable[[str], Path]

@@ -14,7 +14,7 @@ from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.demo.warm_start import EPOCHS, MOST_TOKENS, WarmStart, num_steps, plan_warm_start
 from megavlm.families import FAMILIES
 from tests.conftest import png
-from tests.unit.inference.prompts import make_image, make_prompt
+from tests.support.prompts import make_image, make_prompt
 
 
 def prompt(patches: int) -> Prompt:

@@ -35,14 +35,14 @@ from megavlm.run.capacity.memory import RunMemory
 from megavlm.run.checks import preflight
 from megavlm.run.train import train
 from megavlm.training.step.rank_images import sources_from_arrays, sources_to_arrays
-from tests.columns import columns
 from tests.conftest import DATA
-from tests.distributed.fork import launch
 from tests.parity.reference import Reference, token_weights, weighted_loss
 from tests.parity.runs import Run, difference
 from tests.parity.table import LAYOUTS
-from tests.timeouts import scaled
-from tests.unit.data.samples import auto_processor, image
+from tests.support.columns import columns
+from tests.support.fork import launch
+from tests.support.samples import auto_processor, image
+from tests.support.timeouts import scaled
 from tests.unit.families.tiles.folder import SIDE, SPECIAL, TOKENS_PER_TILE, make_folder
 from tests.unit.rollout.test_recorded import ROWS, arrays, played
 

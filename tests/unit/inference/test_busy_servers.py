@@ -16,7 +16,7 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import State
 from megavlm.inference.server_pool.work import WORK_SHARE, WorkReading
 from tests.fakes.server import FakeServer
-from tests.unit.inference.server_pools import POLICY, external, push, state, wait_for
+from tests.support.server_pools import POLICY, external, push, state, wait_for
 
 STUB = Path(__file__).resolve().parents[2] / "fakes" / "stub_sglang"
 

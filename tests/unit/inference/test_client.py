@@ -26,7 +26,7 @@ from megavlm.inference.requests import ATTEMPTS, PROMPTS_PER_REQUEST, RequestLim
 from megavlm.inference.server import ClaimedPort
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer, Fault
-from tests.unit.inference.prompts import make_prompt
+from tests.support.prompts import make_prompt
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=4)
 NO_DELAY: dict[str, Any] = {"retry_delay": 0.0}

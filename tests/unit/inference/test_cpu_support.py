@@ -11,7 +11,7 @@ import torch
 import megavlm.inference
 from megavlm.families import FAMILIES
 from megavlm.inference.cpu_support.cumulative_sampling import draw
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 SUPPORT = Path(megavlm.inference.__file__).parent / "cpu_support"
 

@@ -14,7 +14,7 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.requirements import Requirements
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from tests.fakes.server import FakeServer
-from tests.unit.inference.server_pools import POLICY, external, push, state, wait_for
+from tests.support.server_pools import POLICY, external, push, state, wait_for
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from megavlm.inference.protocol import Sampling
 from megavlm.inference.requests import RequestLimits, make_requests
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer
-from tests.unit.inference.prompts import make_prompt
+from tests.support.prompts import make_prompt
 
 SHORT = Sampling(temperature=1.0, max_new_tokens=4)
 LONG = Sampling(temperature=1.0, max_new_tokens=300)  # a request for each prompt

@@ -13,7 +13,7 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from megavlm.parallel import platform
 from tests.fakes.server import FakeServer
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 FLUSH = "/flush_cache?timeout=20"
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"

@@ -12,8 +12,8 @@ from megavlm.inference.protocol import ABORT, Response, Sampling, VersionSpan
 from megavlm.inference.requests import RequestLimits, RequestRefused, RequestTimedOut
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer
-from tests.unit.inference.prompts import make_prompt
-from tests.unit.inference.server_pools import external, push
+from tests.support.prompts import make_prompt
+from tests.support.server_pools import external, push
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=256)  # a request for each prompt
 NO_DELAY = RequestLimits(retry_delay=0.0)

@@ -14,9 +14,9 @@ from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy
 from tests.fakes.server import FakeServer, Fault
-from tests.levels import slow
-from tests.timeouts import scaled
-from tests.unit.inference.prompts import make_prompt
+from tests.support.levels import slow
+from tests.support.prompts import make_prompt
+from tests.support.timeouts import scaled
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=300)  # a request for each prompt
 STEPS, FAULTS, PROMPTS = 50, 20, 6

@@ -12,7 +12,7 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.router import BehindRouter
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from tests.fakes.server import FakeServer
-from tests.unit.inference.prompts import make_prompt
+from tests.support.prompts import make_prompt
 
 NO_DELAY = RequestLimits(retry_delay=0.0)
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)

@@ -27,7 +27,7 @@ from megavlm.inference.server_args import ServerOptions, command_line
 from megavlm.inference.server_main import LOOK_EVERY, SHARED_MEMORY, shared_memory_of
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.probes import Probes, Unreachable
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 ROOT = Path(__file__).resolve().parents[3]
 STUB = ROOT / "tests" / "fakes" / "stub_sglang"

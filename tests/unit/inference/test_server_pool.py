@@ -26,9 +26,9 @@ from megavlm.inference.server_pool.routing import Outlook
 from megavlm.inference.server_pool.state import State
 from megavlm.rollout.ahead.mirror import ServerStates
 from tests.fakes.server import FakeServer
-from tests.timeouts import scaled
-from tests.unit.inference.prompts import make_prompt
-from tests.unit.inference.server_pools import POLICY, external, push, state, wait_for
+from tests.support.prompts import make_prompt
+from tests.support.server_pools import POLICY, external, push, state, wait_for
+from tests.support.timeouts import scaled
 
 STUB = Path(__file__).resolve().parents[2] / "fakes" / "stub_sglang"
 NO_DELAY = RequestLimits(retry_delay=0.0)

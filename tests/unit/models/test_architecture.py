@@ -10,8 +10,8 @@ from megavlm import families
 from megavlm.models.common.architecture import interleaved_axes
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.language import MultimodalRotary
-from tests.unit.models.families import FAMILIES, build_in_transformers, part, small_config
-from tests.unit.models.releases import RELEASES, released_config
+from tests.support.families import FAMILIES, build_in_transformers, part, small_config
+from tests.support.releases import RELEASES, released_config
 
 
 def assert_same_angles(config: Any) -> None:

@@ -29,8 +29,8 @@ from megavlm.models.common.pack_layout import (
     similar,
 )
 from megavlm.parallel import platform
-from tests.unit.models import kernels as gpu_kernels
-from tests.unit.models.forests import (
+from tests.support import kernels as gpu_kernels
+from tests.support.forests import (
     FORESTS,
     Shape,
     forest,

@@ -7,14 +7,14 @@ import pytest
 
 from megavlm.data.packing import Segment, Tree
 from megavlm.models.cost import ModelCost
-from tests.unit.models.families import (
+from tests.support.families import (
     FAMILIES,
     build_in_transformers,
     entries_of,
     part,
     small_config,
 )
-from tests.unit.training.trees import image, segment, tree
+from tests.support.trees import image, segment, tree
 
 COST = ModelCost(per_token=1000.0, per_pair=10.0, per_patch=100.0, per_patch_pair=1.0)
 

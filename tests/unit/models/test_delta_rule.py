@@ -14,7 +14,7 @@ from torch import Tensor
 from megavlm.models.linear_attention.chunked_rule import chunk_gated_delta_rule
 from megavlm.models.linear_attention.delta_rule import tree_convolution, tree_delta_rule
 from megavlm.models.linear_attention.tree_scan import make_tree_scan
-from tests.unit.models.forests import FORESTS, Shape, random_shape
+from tests.support.forests import FORESTS, Shape, random_shape
 
 HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 8, 6
 WIDTH = 4

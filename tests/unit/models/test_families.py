@@ -27,9 +27,9 @@ from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.run.capacity.weight_updates import weight_update_table
 from megavlm.run.checks import preflight
-from tests.distributed.fork import launch
-from tests.levels import slow
 from tests.parity.models import make_model
+from tests.support.fork import launch
+from tests.support.levels import slow
 from tests.unit.data.test_videos import row, video
 
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megavlm.models.linear_attention.in_transformers import use_plain_torch
-from tests.unit.models.families import build_in_transformers, small_config
+from tests.support.families import build_in_transformers, small_config
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])

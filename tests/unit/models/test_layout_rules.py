@@ -14,12 +14,12 @@ from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.layout_rules import check_model_layout
 from megavlm.parallel.mesh import Layout, build_mesh
-from tests.distributed.fork import launch
 from tests.parity.cases import compare, expect
 from tests.parity.inputs import QUESTION, Inputs
 from tests.parity.table import Case
-from tests.unit.models.families import part, small_config
-from tests.unit.models.releases import released_config
+from tests.support.families import part, small_config
+from tests.support.fork import launch
+from tests.support.releases import released_config
 
 SEQUENCE = ModelOptions(sequence=True)
 KEYS_AND_VALUES = re.compile(r"self_attn\.[kv]_proj\.")

@@ -19,8 +19,8 @@ from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import HUB, MEMORY, HubTensors, load_hf, local_tensors
 from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.parallel.mesh import Layout, build_mesh
-from tests.distributed.fork import launch
-from tests.unit.models.families import FAMILIES, build_in_transformers, entries_of, small_config
+from tests.support.families import FAMILIES, build_in_transformers, entries_of, small_config
+from tests.support.fork import launch
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 STACKS = "model.language_model.layers.0.mlp.experts"

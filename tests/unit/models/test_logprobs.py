@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megavlm.models.common.logprobs import Scoring, default_chunk_size, token_scores
-from tests.distributed.fork import launch
+from tests.support.fork import launch
 
 N, H, V = 13, 6, 20
 SCORINGS = {

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megavlm.models.common.lora_linear import EXPERT_STREAM, LoRALinear, LoRAPart, Placement
 from megavlm.parallel.mesh import Layout, build_mesh
-from tests.distributed.fork import launch
+from tests.support.fork import launch
 
 pytestmark = pytest.mark.distributed
 TOKENS, COLUMNS, ROWS, CALLS = 2, 4, 8, 4

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megavlm.models.common.lora_linear import LoRALinear, LoRAPart, Placement
 from megavlm.parallel.mesh import Layout, build_mesh
-from tests.distributed.fork import launch
+from tests.support.fork import launch
 
 pytestmark = pytest.mark.distributed
 T = 6  # tokens

@@ -20,7 +20,7 @@ from megavlm.models.common.mapping import (
     unshard,
 )
 from megavlm.models.linear_attention.fused_rows import group_rows, join_gated
-from tests.unit.models.families import FAMILIES, build_in_transformers, entries_of, small_config
+from tests.support.families import FAMILIES, build_in_transformers, entries_of, small_config
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 

@@ -12,8 +12,8 @@ from megavlm.models.common.loading import MEMORY, HubTensors
 from megavlm.models.common.mapping import by_key, shard_tensor
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout
-from tests.unit.models.families import build_in_transformers, entries_of, part
-from tests.unit.models.releases import RELEASES, released_config
+from tests.support.families import build_in_transformers, entries_of, part
+from tests.support.releases import RELEASES, released_config
 
 every_release = pytest.mark.parametrize("release", RELEASES)
 

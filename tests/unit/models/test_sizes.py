@@ -26,9 +26,9 @@ from megavlm.models.sizes import (
 )
 from megavlm.parallel.fake import fake_rank, without_memory
 from megavlm.parallel.mesh import Layout, build_mesh
-from tests.distributed.fork import launch
-from tests.unit.models.families import build_in_transformers, entries_of, small_config
-from tests.unit.models.releases import RELEASES, released_config
+from tests.support.families import build_in_transformers, entries_of, small_config
+from tests.support.fork import launch
+from tests.support.releases import RELEASES, released_config
 
 BF16 = torch.bfloat16
 SEQUENCE = ModelOptions(dtype=BF16, sequence=True)

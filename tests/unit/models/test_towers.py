@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megavlm.data.videos import Grid
-from tests.unit.models.towers import (
+from tests.support.towers import (
     FAMILIES,
     Pair,
     make_pair,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megavlm.data.videos import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_merge import count_tokens, exchange_shares, gather_shares
-from tests.distributed.fork import launch
+from tests.support.fork import launch
 
 GRIDS: list[Grid] = [(1, 4, 6), (1, 2, 2), (2, 2, 4)]
 PATCH, FEATURE, MERGE = 5, 3, 2

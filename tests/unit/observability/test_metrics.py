@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE, MetricsWriter
 from megavlm.observability.phases import Phases
 from megavlm.observability.records import append_record, read_records
-from tests.glossary import unexplained
+from tests.support.glossary import unexplained
 
 from .runs import evaluation, metrics
 

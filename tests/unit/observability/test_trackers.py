@@ -15,8 +15,8 @@ from megavlm.config.run import TRACKERS as NAMES
 from megavlm.config.run import RunConfig
 from megavlm.observability import trackers as module
 from megavlm.observability.trackers import TRACKERS, Trackers, check_trackers
-from tests.timeouts import scaled
-from tests.unit.inference.server_pools import wait_for
+from tests.support.server_pools import wait_for
+from tests.support.timeouts import scaled
 
 CONFIG = {"run": {"dir": "x"}, "optimizer": {"lr": 1e-3}}
 

@@ -10,7 +10,7 @@ from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.reward import Reward
 from megavlm.rewards.base import Example, ResponseDetails, RewardStop, Score
 from megavlm.rewards.manager import Part, RewardManager
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 EXAMPLE = Example("?", "red", images=(b"red",))
 DETAILS = [

@@ -17,7 +17,7 @@ from megavlm.config.reward import Reward
 from megavlm.rewards.base import Example, RewardStop, Score
 from megavlm.rewards.manager import Part, RewardManager
 from megavlm.rollout.rewards import make_reward_manager
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 FAULTY = "user_rewards:faulty"
 EXAMPLE = Example("?", "red")

@@ -12,7 +12,7 @@ from megavlm.rewards import services
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import Part, RewardManager
 from tests.fakes.service import FakeService, Fault
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 PNG = b"\x89PNG rest"
 EXAMPLE = Example("<image>Describe.", "a dog", "caption", (PNG,), {"keywords": ["dog"]})

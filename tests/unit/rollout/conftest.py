@@ -13,7 +13,7 @@ from megavlm.data.processor import Processor
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family_of
 from megavlm.rewards.manager import Part, RewardManager
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 
 @pytest.fixture(scope="module", autouse=True)

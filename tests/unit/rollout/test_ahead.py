@@ -37,8 +37,8 @@ from megavlm.rollout.ahead.producer import serve
 from megavlm.rollout.trajectory import Group
 from tests.conftest import row, write_rows
 from tests.fakes.server import PROMPT_IDS, FakeServer
-from tests.timeouts import scaled
-from tests.unit.inference.server_pools import external, push, state, wait_for
+from tests.support.server_pools import external, push, state, wait_for
+from tests.support.timeouts import scaled
 
 SIZE, N = 2, 2  # prompts of a step, responses to each
 

@@ -21,7 +21,7 @@ from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.episodes import example
 from megavlm.rollout.groups import policy_trees, rollout_metrics
 from megavlm.rollout.trajectory import Group, group_tree
-from tests.columns import columns
+from tests.support.columns import columns
 from tests.unit.rollout.scripted import ROW, Policy, episode_runner, fails, graded, play
 
 TWO_TURNS: dict[str, Any] = {"max_turns": 2, "max_observation_tokens": 64}

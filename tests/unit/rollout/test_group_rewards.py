@@ -13,7 +13,7 @@ from megavlm.inference.requests import RequestTimedOut
 from megavlm.rewards.base import RewardStop
 from megavlm.rewards.manager import Part, RewardManager
 from megavlm.rollout.trajectory import Group
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 from tests.unit.rollout.scripted import ROW, Policy, episode_runner, play
 
 RIGHT, RANK = Part("right", "vqa"), Part("rank", "group_rewards:rank", 0.1)

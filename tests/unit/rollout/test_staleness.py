@@ -6,7 +6,7 @@ import torch
 from megavlm.inference.protocol import Response, VersionSpan
 from megavlm.rollout.staleness import stale_tokens, staleness_metrics
 from megavlm.training.losses import engine_gap
-from tests.columns import columns
+from tests.support.columns import columns
 
 
 def response(finish: str, *spans: tuple[str, int]) -> Response:

@@ -17,8 +17,8 @@ platform.install()  # before the first import of megatron-core
 
 from megavlm.run.capacity.memory import GB  # noqa: E402
 from megavlm.run.capacity.time import StepModel  # noqa: E402
+from tests.support.releases import released_config  # noqa: E402
 from tests.unit.config.test_recipes import RECIPES, URLS  # noqa: E402
-from tests.unit.models.releases import released_config  # noqa: E402
 
 TP4 = ("parallel.tensor=4", "parallel.data=1", "recompute.language=none")
 

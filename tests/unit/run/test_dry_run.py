@@ -15,8 +15,8 @@ from megavlm.config.load import load
 from megavlm.data import image_sources
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.run.checks import dry_run
-from tests.cache import cached_folder
 from tests.conftest import png, row, write_rows
+from tests.support.cache import cached_folder
 from tests.unit.run.checks import WriteRecipe
 
 URL = "https://example.org/x.png"

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from megavlm.process import ExitCode
 from megavlm.run.launcher import is_explained
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 FAKE_TRAINING = Path(__file__).parent / "fake_training"
 WAIT = scaled(240)  # seconds after which something hangs

@@ -18,10 +18,10 @@ from megavlm.models.common.logprobs import Scoring
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.run.capacity.memory import GB, RunMemory, activation_bytes, optimizer_bytes, step_bytes
-from tests.distributed.fork import launch
+from tests.support.families import small_config
+from tests.support.fork import launch
+from tests.support.releases import released_config
 from tests.unit.config.test_recipes import RECIPES, WHOLE, resolve
-from tests.unit.models.families import small_config
-from tests.unit.models.releases import released_config
 
 # Trainer ranks of recipes for several nodes, as their comments say; others start their own.
 TRAINERS = {

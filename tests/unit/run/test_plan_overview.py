@@ -9,9 +9,9 @@ from megavlm.cli import app
 from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.run.capacity.search import changes, held_bytes, least_bytes, search
-from tests.levels import slow
+from tests.support.levels import slow
+from tests.support.releases import released_config
 from tests.unit.config.test_recipes import RECIPES
-from tests.unit.models.releases import released_config
 
 GRPO = RECIPES / "grpo"
 

@@ -8,7 +8,7 @@ import pytest
 from megavlm.config.load import load
 from megavlm.run.capacity.memory import GB, RunMemory
 from megavlm.run.capacity.time import Rates, StepModel
-from tests.levels import slow
+from tests.support.levels import slow
 from tests.unit.config.test_recipes import RECIPES
 from tests.unit.run.estimates import SET_UPS, SetUp, resolved, tables
 

@@ -9,7 +9,7 @@ from megavlm.config.load import load
 from megavlm.inference.server_args import CPU_ARGS, SHARED_GPU_ARGS, option_names
 from megavlm.run.checks import model_folder, preflight
 from tests.conftest import LFS_POINTER, TINY_CONFIG, png, row, write_model_folder, write_rows
-from tests.unit.models.releases import RELEASES
+from tests.support.releases import RELEASES
 from tests.unit.run.checks import WriteRecipe, check, check_model, check_rows, refused
 
 

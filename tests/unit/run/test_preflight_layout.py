@@ -8,8 +8,8 @@ import pytest
 
 from megavlm.run.checks.layout import language_sizes
 from tests.conftest import write_model_folder
-from tests.unit.models.families import FAMILIES, part, small_config
-from tests.unit.models.releases import RELEASES, released_config
+from tests.support.families import FAMILIES, part, small_config
+from tests.support.releases import RELEASES, released_config
 from tests.unit.run.checks import WriteRecipe, check, check_model, refused
 
 EXPERTS = {

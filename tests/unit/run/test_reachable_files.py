@@ -11,7 +11,7 @@ import pytest
 from megavlm.config.load import load
 from megavlm.run.checks.reachable_files import check_reachable_files, reachable_files, unreadable
 from tests.conftest import write_model_folder, write_rows
-from tests.distributed.fork import launch
+from tests.support.fork import launch
 
 ROW = {"problem": "?", "answer": "1", "images": []}
 

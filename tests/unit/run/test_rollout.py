@@ -20,9 +20,9 @@ from megavlm.observability.progress import Progress
 from megavlm.rollout.recorded import RecordedRollouts
 from megavlm.run.checks.run_lock import run_lock
 from megavlm.run.rollout import record_rollouts
-from tests.cache import cached_folder
 from tests.conftest import row, write_rows
 from tests.fakes.server import PROMPT_IDS, FakeServer
+from tests.support.cache import cached_folder
 
 STEPS, PROMPTS, RESPONSES = 2, 2, 3
 TEXTS = ["What colour? 1 2 3 4 5 6 7 8 9"] * 20

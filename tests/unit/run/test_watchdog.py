@@ -25,8 +25,8 @@ from megavlm.parallel.watchdog import (
     waits_for_others,
 )
 from megavlm.process import STACKS, STACKS_WANTED, ExitCode
-from tests.distributed.fork import launch
-from tests.timeouts import scaled
+from tests.support.fork import launch
+from tests.support.timeouts import scaled
 from tests.unit.run.test_launcher import FAKE_TRAINING, train
 
 SECONDS = 0.4

@@ -9,7 +9,7 @@ from megavlm.config.reward import Reward
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import Part, RewardManager
 from megavlm.tasks.geo3k import reward as geo3k
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 
 @pytest.mark.parametrize(

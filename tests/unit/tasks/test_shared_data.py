@@ -11,7 +11,7 @@ from megavlm.config.reward import Reward
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import Part, RewardManager
 from megavlm.tasks.caption.corpus import with_corpus
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 NUM = 40  # rows of a set

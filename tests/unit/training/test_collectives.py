@@ -16,8 +16,8 @@ from megavlm.parallel.collectives import (
     send_each,
 )
 from megavlm.parallel.mesh import Layout, build_mesh
-from tests.distributed.fork import launch
 from tests.parity.table import LAYOUTS, Ranks
+from tests.support.fork import launch
 
 pytestmark = pytest.mark.distributed
 

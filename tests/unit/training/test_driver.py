@@ -18,7 +18,7 @@ from megavlm.training.driver import Driver
 from megavlm.training.step.pack_plan import Schedule
 from megavlm.training.step.planner import StepPlanner
 from megavlm.training.step.step_plan import PackShape, schedule_of
-from tests.cache import cached_folder
+from tests.support.cache import cached_folder
 
 TEXTS = ["What colour?", "red"] * 20
 

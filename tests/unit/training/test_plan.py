@@ -17,7 +17,7 @@ from megavlm.training.step.image_plan import ImagePlan, assign_encoders, plan_im
 from megavlm.training.step.pack_plan import Schedule
 from megavlm.training.step.rank_batch import unpack_part
 from megavlm.training.step.step_plan import PackShape, StepPlan, plan_step, shown_images
-from tests.unit.training.trees import IMAGE, image, tree
+from tests.support.trees import IMAGE, image, tree
 
 MINIBATCHES = [
     [tree(4, [3, 2], "a"), tree(4, [1, 5], "b"), tree(4, [2], "a")],

@@ -12,7 +12,7 @@ from torch import Tensor
 from megavlm.config.algorithm import GRPO
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.losses import Update, policy_loss, supervised_loss
-from tests.columns import columns as target_columns
+from tests.support.columns import columns as target_columns
 
 N = 12
 

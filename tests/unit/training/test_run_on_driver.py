@@ -14,7 +14,7 @@ from megavlm.training.driver import Driver
 from megavlm.training.step.planner import StepPlanner
 from megavlm.training.weight_push import WeightPusher
 from megavlm.weight_sync.update import SyncReport
-from tests.distributed.fork import launch
+from tests.support.fork import launch
 
 
 class ServerPool:

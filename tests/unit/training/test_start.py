@@ -16,7 +16,7 @@ from megavlm.families import family
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.initial_model import start_model, starting_step
 from tests.conftest import row, write_rows
-from tests.distributed.fork import launch
+from tests.support.fork import launch
 from tests.unit.checkpoint_tools.lora_models import make_adapters
 from tests.unit.checkpoints.ranks import make_hf
 

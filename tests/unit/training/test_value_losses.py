@@ -10,7 +10,7 @@ import torch
 from megavlm.config.algorithm import PPO
 from megavlm.training.losses import critic_loss, with_value_loss
 from megavlm.training.metrics import value_metrics
-from tests.columns import columns
+from tests.support.columns import columns
 
 
 def pack(weights: list[float]) -> Any:

@@ -26,10 +26,10 @@ from megavlm.weight_sync.transports.base import Transport
 from megavlm.weight_sync.transports.disk import DiskTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncSettings
-from tests.distributed.fork import launch
 from tests.fakes.engine import FakeEngine
 from tests.fakes.transports import WatchedTransport
-from tests.timeouts import scaled
+from tests.support.fork import launch
+from tests.support.timeouts import scaled
 from tests.unit.weight_sync.test_sync_faults import ENTRIES, TRAINED, UPDATE, Model
 
 

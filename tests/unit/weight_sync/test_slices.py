@@ -29,12 +29,12 @@ from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncSettings
-from tests.distributed.fork import launch
 from tests.fakes.engine import GlooEngine, count_stores
 from tests.fakes.receivers import FixedReceivers, push
-from tests.levels import slow
-from tests.timeouts import scaled
-from tests.unit.models.releases import released_config
+from tests.support.fork import launch
+from tests.support.levels import slow
+from tests.support.releases import released_config
+from tests.support.timeouts import scaled
 
 BUCKET = 2**28
 DENSE = (Layout(), Layout(tensor=8, pipeline=2), Layout(pipeline=2, virtual=2, context=2))

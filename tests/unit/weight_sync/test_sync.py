@@ -28,9 +28,9 @@ from megavlm.weight_sync.transports import TRANSPORTS, disk
 from megavlm.weight_sync.transports.disk import DiskTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncReport, SyncSettings, sync_metrics
-from tests.distributed.fork import launch
 from tests.fakes.receivers import FixedReceivers
 from tests.fakes.server import FakeServer
+from tests.support.fork import launch
 
 UPDATE, VERSION = "/update_weights_from_tensor", "/update_weight_version"
 ENTRIES = [

@@ -28,11 +28,11 @@ from megavlm.weight_sync.transports.base import Transport
 from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncSettings
-from tests.distributed.fork import launch
 from tests.fakes.engine import FakeEngine, GlooEngine
 from tests.fakes.receivers import FixedReceivers, push
 from tests.fakes.transports import WatchedTransport
-from tests.timeouts import scaled
+from tests.support.fork import launch
+from tests.support.timeouts import scaled
 
 NAMES = [f"language_model.decoder.layers.{i}.w" for i in range(4)] + ["visual.w"]
 ENTRIES = [same(name, f"hub.{name}", (6,)) for name in NAMES]

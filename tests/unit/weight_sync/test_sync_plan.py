@@ -22,7 +22,7 @@ from megavlm.weight_sync.lora import adapter_entries
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.sglang_layout import ServerLayout
 from megavlm.weight_sync.trainable import trained_entries
-from tests.unit.models.releases import released_config
+from tests.support.releases import released_config
 
 ATTENTION = (16, ("language.attention",))
 

@@ -27,13 +27,13 @@ from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.forward_backward import forward_backward, logits
 from megavlm.training.gradient_buffers import wrap
 from megavlm.training.step.vision_features import VisionFeatures
-from tests.cache import cached_folder
-from tests.distributed.fork import launch
-from tests.distributed.lora_reference import Name, pair
 from tests.parity.cases import TREES_PER_PACK, packs_of
 from tests.parity.inputs import QUESTION, inputs_of
 from tests.parity.reference import distinct_images
 from tests.parity.table import Ranks
+from tests.support.cache import cached_folder
+from tests.support.fork import launch
+from tests.support.lora_reference import Name, pair
 
 DENSE = ("language.attention", "language.mlp")
 TOWER = ("vision.attention", "vision.mlp", "vision.merger")

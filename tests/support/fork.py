@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 GRACE = 5.0  # seconds
 PACKAGES = sysconfig.get_path("purelib")

@@ -13,8 +13,8 @@ from transformers import AutoConfig
 from megavlm.config.lora import LoRA
 from megavlm.models.common.lora import adapters, add_adapters
 from megavlm.models.common.model import VisionLanguageModel
-from tests.distributed.lora_reference import ALPHA, RANK, SCALE, pair, projections
-from tests.distributed.lora_runs import cut, whole_sizes
+from tests.support.lora_reference import ALPHA, RANK, SCALE, pair, projections
+from tests.support.lora_runs import cut, whole_sizes
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from tests.fakes.server import FakeServer
-from tests.timeouts import scaled
+from tests.support.timeouts import scaled
 
 POLICY = RestartPolicy(
     max_restarts=2, back_off=0.1, patience=0.1, max_failures=2, start_timeout=scaled(180)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import text_positions
-from tests.unit.models.kernels import dense
+from tests.support.kernels import dense
 
 Shape = list[tuple[int, int]]  # (tokens, parent) of each segment
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from filelock import FileLock
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[2]
 KEPT = 24 * 3600  # seconds since a state of the code was last used
 
 

@@ -8,8 +8,8 @@ from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import text_positions
 from megavlm.data.target_tokens import TargetColumns
-from tests.columns import columns
-from tests.unit.inference.prompts import make_image
+from tests.support.columns import columns
+from tests.support.prompts import make_image
 
 IMAGE = 9
 
