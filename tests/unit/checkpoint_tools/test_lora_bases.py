@@ -91,7 +91,7 @@ def test_a_merge_that_does_not_fit_its_dtype(
     name = "model.layers.0.self_attn.k_proj.weight"
     assert (
         message
-        == f"{name} holds -90000, and float16 has a maximum of 65504: export with --dtype bfloat16."
+        == f"{name} holds -90000, but float16 has a maximum of 65504: export with --dtype bfloat16."
     )
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     assert not run(*merge, "--dtype", "bfloat16")

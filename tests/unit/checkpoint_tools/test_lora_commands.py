@@ -76,12 +76,12 @@ def rewritten(change: Callable[[dict[str, Any]], object]) -> Spoil:
 
 
 CASES: dict[str, tuple[Spoil, str]] = {
-    "DoRA": (configured(use_dora=True), r"adapter_config\.json has use_dora=True, and only plain"),
+    "DoRA": (configured(use_dora=True), r"adapter_config\.json has use_dora=True, but only plain"),
     "bias": (
         configured(bias="lora_only"),
         r"has bias='lora_only', .* merge it into its model with",
     ),
-    "lora_bias": (configured(lora_bias=True), r"has lora_bias=True, and only"),
+    "lora_bias": (configured(lora_bias=True), r"has lora_bias=True, but only"),
     "saved modules": (
         configured(modules_to_save=["lm_head"]),
         r"has modules_to_save=\['lm_head'\]",
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Spoil, str]] = {
         configured(layer_replication=[[0, 2]]),
         r"has layer_replication=\[\[0, 2\]",
     ),
-    "what is not known": (configured(use_tomorrow="yes"), r"has use_tomorrow='yes', and only"),
+    "what is not known": (configured(use_tomorrow="yes"), r"has use_tomorrow='yes', but only"),
     "changed base": (
         configured(init_lora_weights="pissa_niter_4"),
         r"has init_lora_weights='pissa_niter_4', which changes the base weights, too: convert it",

@@ -87,7 +87,7 @@ def test_a_disk_without_room_is_known_before_anything_is_written(
     free = SimpleNamespace(f_bavail=3, f_frsize=10**6)
     monkeypatch.setattr(output_folder.os, "statvfs", lambda _: free)
     assert run(*command, tmp_path / "out") == 2
-    assert sentence(capsys) == f"{tmp_path}/out needs 54.97 MB, and 3 MB are free on its disk."
+    assert sentence(capsys) == f"{tmp_path}/out needs 54.97 MB, but 3 MB are free on its disk."
     assert not list(tmp_path.iterdir())
 
 

@@ -114,7 +114,7 @@ def test_model_folder_and_checkpoint_exist(write_recipe: WriteRecipe, tmp_path: 
     ("values", "message"),
     [
         ({"model_type": "qwen2_vl"}, "of the family qwen2_vl, but model.folder one of qwen2_5_vl"),
-        ({"hidden_size": 64}, "holds a model with hidden_size=64, and the one in model.folder="),
+        ({"hidden_size": 64}, "holds a model with hidden_size=64, but the one in model.folder="),
         ({"max_position_embeddings": 64}, None),
     ],
 )

@@ -50,7 +50,7 @@ def test_a_machine_that_lacks_a_file_is_named_on_every_rank(
     assert sentence.startswith("data.train_files: disk/b.parquet cannot be read on node1, node2, ")
     shutil.rmtree(disks[2] / "model")
     (sentence,) = set(launch(3, on_machines, recipe, disks))
-    assert "disk/b.parquet (and 1 more files) cannot be read on node1, node2, and" in sentence
+    assert "disk/b.parquet (and 1 more files) cannot be read on node1, node2, but" in sentence
 
 
 def test_of_a_data_set_behind_a_url_one_file_is_looked_at(

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from megavlm.observability.metrics import METRICS_FILE
 from megavlm.observability.progress import Progress
 from megavlm.observability.samples import SAMPLES_FILE, SAMPLES_FOLDER
 from megavlm.training.recorder import SKIPPED_FILE, Recorder
+from tests.support.timeouts import scaled
 
 # TensorBoard's thread ends with its error.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -27,9 +29,13 @@ GROUP = {"category": "red", "images": [], "responses": []}
 @contextmanager
 def recorder(path: Path) -> Iterator[Recorder]:
     config = load(path, ["checkpoint.best_metric=loss"])
+    before = {*threading.enumerate()}
     made = Recorder(config, Progress(), step=0)
     yield made
     made.close()
+    # TensorBoard's thread reports its error as it ends, which must be within this test.
+    for thread in {*threading.enumerate()} - before:
+        thread.join(scaled(10))
 
 
 def full_files(run: Path) -> list[Path]:
