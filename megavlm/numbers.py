@@ -1,4 +1,4 @@
-"""Numbers that come from outside: of servers, rewards and environments."""
+"""Numbers from outside: from servers, rewards and environments."""
 
 LARGEST = (2.0 - 2.0**-23) * 2.0**127  # of float32, in which training computes
 

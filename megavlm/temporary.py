@@ -14,8 +14,8 @@ LEFT_FOR = 60.0  # seconds: a process may be about to lock its folder
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder whose name begins with `prefix`, and remove it at the end. Those of this user
-    and prefix whose process was killed, which lost its lock then, are removed first.
+    """Make a folder whose name begins with `prefix`, and remove it at the end. Folders that
+    killed processes of this user left under the same prefix are removed first.
     """
     remove_leftovers(prefix)
     with tempfile.TemporaryDirectory(prefix=prefix) as folder:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name the file in an OSError that names none, as that of a write to a full disk does."""
+    """Name the file in an OSError that names none, such as the error of a full disk."""
     try:
         yield
     except OSError as error:

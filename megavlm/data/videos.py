@@ -1,5 +1,5 @@
-"""Videos whose frames are already sampled: checked, decoded and processed. How frames are resized
-and what tokens stand for them is the family's (`Family.videos`).
+"""Videos whose frames are already sampled: checked, decoded and processed. A family decides how
+frames are resized and which tokens stand for them (`Family.videos`).
 """
 
 import hashlib

@@ -228,8 +228,8 @@ def waits_for_others(main: int) -> bool:
 
 
 def _is_in_collective() -> bool:
-    """Return True if torch's flight recorders have a collective of ranks that has not ended: the
-    recorder of gloo, and that of NCCL where torch was built with it.
+    """Return True if a flight recorder of torch has a collective of ranks that has not ended. Gloo
+    has a recorder, and NCCL has one where torch was built with it.
 
     Only the last entry of a group counts: NCCL never marks the parts of a coalesced operation as
     ended, and the operation itself comes after them.

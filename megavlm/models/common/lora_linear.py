@@ -83,7 +83,7 @@ class Placement:
 
 
 class LoRALinear(nn.Module):
-    """Adapted linear layer that replaces `base`. It returns what `base` returns: (output, bias) for
+    """Adapted linear layer that replaces `base`, with the same kind of output: (output, bias) for
     megatron-core's layers, a tensor for an nn.Linear. Its state dicts have the unchanged keys of
     the base, with `lora_A` [R, columns] and `lora_B_<part>` [rows, rank] added.
     """
