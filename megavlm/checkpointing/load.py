@@ -154,6 +154,19 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
         {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in optimizer.param_groups
     ]
+    parts = optimizer.chained_optimizers
+    states = [state] if len(parts) == 1 else [state[place] for place in sorted(state)]
+    for part, saved in zip(parts, states, strict=True):
+        if part.optimizer is not None:  # it has parameters
+            # megatron-core matches groups by their settings, which the recipe may have changed. The
+            # count of steps is the same in all groups.
+            inner, groups = saved["optimizer"], part.optimizer.param_groups
+            steps = [{"step": g["step"]} for g in inner["param_groups"] if "step" in g]
+            counted = steps[0] if steps else {}
+            inner["param_groups"] = [
+                {name: value for name, value in group.items() if name != "params"} | counted
+                for group in groups
+            ]
     optimizer.load_state_dict(state)
     for group, settings in zip(optimizer.param_groups, kept, strict=True):
         group.update(settings)

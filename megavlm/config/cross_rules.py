@@ -36,6 +36,7 @@ def check(config: Config) -> None:
     for section in _sections(config).values():
         section.check()
     _check_lora(config)
+    _check_rates(config)
     _check_algorithm(config)
     _check_pack(config)
     _check_curriculum(config)
@@ -65,6 +66,19 @@ def _check_lora(config: Config) -> None:
         raise ValueError(
             f"lora.dropout={lora.dropout} with adapters in the tower does not go with "
             "recompute.tower=true, which would drop other entries: set one of them to 0 and false"
+        )
+
+
+def _check_rates(config: Config) -> None:
+    """Check that the parts with a learning rate of their own are trained."""
+    for part in ("tower", "merger"):
+        rate = getattr(config.optimizer, f"{part}_lr")
+        if rate is None or config.lora.adapts_tower or not getattr(config.model, f"freeze_{part}"):
+            continue
+        raise ValueError(
+            f"optimizer.{part}_lr={rate} is for a part that is trained, but "
+            f"model.freeze_{part}=true: set model.freeze_{part}=false, add adapters in the tower "
+            "to lora.targets, or remove it"
         )
 
 

@@ -19,6 +19,16 @@ class Optimizer(Section):
     min_lr: float = bounded(0.0, least=0)
     """Learning rate at the end of a linear or cosine schedule."""
 
+    tower_lr: float | None = bounded(None, above=0)
+    """Learning rate of the vision tower's weights or adapters, without its merger, on the same
+    schedule; null uses `optimizer.lr`. A tower that learns with the language model usually takes a
+    rate 2 to 10 times smaller. It needs a tower that is trained (`model.freeze_tower: false`, or
+    adapters in it)."""
+
+    merger_lr: float | None = bounded(None, above=0)
+    """Learning rate of the merger, which maps the tower's features to the language model, like
+    `optimizer.tower_lr`; null uses `optimizer.lr`."""
+
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate from `optimizer.lr` to `optimizer.min_lr` after warmup; constant
     stays at `optimizer.lr`."""

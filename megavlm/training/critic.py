@@ -40,7 +40,13 @@ class Critic:
         beat_with_passes(self.model, train_state.phases)
         self.updater = build_updater(
             self.model,
-            replace(config.optimizer, lr=settings.critic_lr, min_lr=0.0),
+            replace(
+                config.optimizer,
+                lr=settings.critic_lr,
+                min_lr=0.0,
+                tower_lr=None,
+                merger_lr=None,
+            ),
             train_state.mesh,
             num_steps=settings.steps,
             updates_per_step=settings.updates_per_step,

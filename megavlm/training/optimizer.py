@@ -25,6 +25,7 @@ from torch import Tensor
 from megavlm.checkpointing.optimizer_states import MOMENTS, make_states
 from megavlm.config.optimizer import Optimizer
 from megavlm.data.packing import Pack
+from megavlm.models.common.components import model_part
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.collectives import any_rank, reduce_measures
@@ -210,7 +211,7 @@ class Updater:
     @property
     def learning_rate(self) -> float:
         """Learning rate of all parameters without a rate of their own."""
-        return next(g["lr"] for g in self.optimizer.param_groups if not g["is_decoupled_lr"])
+        return float(self.scheduler.get_lr({}))
 
 
 def build_updater(
@@ -262,7 +263,14 @@ def build_updater(
         # megatron-core's optimizer confuses parameter states if a group has both dtypes. Any
         # override, even with the default value, puts fp32 parameters in a group of their own.
         kept = ParamPredicate("kept in fp32", lambda parameter: parameter.dtype == torch.float32)
-        overrides[ParamKey(predicate=kept)] = {"lr_mult": 1.0}
+        overrides[ParamKey(predicate=kept)] = {"start_wd": settings.weight_decay}
+    for part, rate in (("tower", settings.tower_lr), ("merger", settings.merger_lr)):
+        if rate is not None:
+            overrides[ParamKey(predicate=_part_predicate(chunks, part))] = {
+                "max_lr": rate,
+                "min_lr": min(settings.min_lr, rate),
+                "lr_mult": rate / settings.lr,  # not read, but it tells loaded groups apart
+            }
     if value_head_lr is not None:
         overrides[ParamKey(name="*value_head.*")] = {
             "max_lr": value_head_lr,
@@ -290,6 +298,17 @@ def build_updater(
         updates_per_step=updates_per_step,
     )
     return Updater(wrapped, optimizer, scheduler, mesh, offloads=settings.offload)
+
+
+def _part_predicate(chunks: Sequence[VisionLanguageModel], part: str) -> ParamPredicate:
+    """Return a predicate that is true for the parameters of a part (see components.model_part)."""
+    chosen = {
+        id(parameter)
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if model_part(name) == part
+    }
+    return ParamPredicate(part, lambda parameter: id(parameter) in chosen)
 
 
 def _check_one_dtype(chunks: Sequence[VisionLanguageModel]) -> None:

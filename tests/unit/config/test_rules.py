@@ -255,6 +255,10 @@ BROKEN = {
     ("rollout.server_args.enable_memory_saver=true",): "set by megavlm: use rollout.colocate",
     ("rollout.server_args.port=1",): "rollout.server_args.port is set by megavlm: use rollout.port",
     ("rollout.server_args.tp-size=2",): "use rollout.tensor_parallel",
+    (
+        "optimizer.tower_lr=1e-6",
+    ): "optimizer.tower_lr=1e-06 is for a part that is trained, but model",
+    ("optimizer.merger_lr=1e-6", "model.freeze_tower=false"): "optimizer.merger_lr=1e-06 is for a",
     ("rollout.server_args.quantization=fp8",): "refused, because SGLang cannot load the weights",
     ("rollout.server_args.trust-remote-code=true",): "refused, because it runs code",
     ("rollout.server_args.api_key=secret",): "rollout.server_args.api_key is refused",
