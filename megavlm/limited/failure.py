@@ -12,4 +12,4 @@ class CallFailure(Exception):
 
     def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(f"{kind}: {message}")
-        self.kind = kind
+        self.kind, self.message = kind, message

@@ -7,6 +7,8 @@ import socket
 import struct
 from typing import Any
 
+from megavlm.limited.failure import CallFailure
+
 HEAD = struct.Struct("!Q")
 
 
@@ -30,3 +32,38 @@ def _exactly(control: socket.socket, size: int) -> bytes | None:
             return None
         parts += data
     return bytes(parts)
+
+
+class Replies:
+    """Replies of a process, as their bytes arrive."""
+
+    def __init__(self, max_reply: int) -> None:
+        """max_reply: Limit of a reply in bytes."""
+        self._max_reply, self._received = max_reply, bytearray()
+
+    def add(self, data: bytes) -> list[dict[str, Any]]:
+        """Return the replies that `data` completes. Raises CallFailure for a reply that is too
+        large or not an object.
+        """
+        self._received += data
+        found = []
+        while len(self._received) >= HEAD.size:
+            (size,) = HEAD.unpack_from(self._received)
+            if size > self._max_reply:
+                raise CallFailure("value", f"a reply of {size} bytes")
+            end = HEAD.size + size
+            if len(self._received) < end:
+                break
+            found.append(_parse(self._received[HEAD.size : end]))
+            del self._received[:end]
+        return found
+
+
+def _parse(body: bytearray) -> dict[str, Any]:
+    try:
+        value = json.loads(body)
+    except ValueError as error:
+        raise CallFailure("value", "a reply that is not JSON") from error
+    if not isinstance(value, dict):
+        raise CallFailure("value", "a reply that is not an object")
+    return value
