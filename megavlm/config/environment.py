@@ -24,10 +24,11 @@ class EnvironmentConfig(Section):
     """Maximum length in tokens of an observation between two responses, image tokens included."""
 
     timeout: float = bounded(60.0, above=0)
-    """Seconds that one reset or step of the environment may take, rewards not included."""
+    """Seconds that one reset, step or close of the environment may take, rewards not included."""
 
     workers: int = bounded(2, least=1)
-    """Number of processes that run a class of your own. Built-in environments run in the driver."""
+    """Number of processes that run a class of your own. Each of them runs many episodes at the same
+    time. Built-in environments run in the driver."""
 
     memory_mb: int = bounded(2048, least=256)
-    """Memory limit of each of these processes in MB."""
+    """Memory limit of each of these processes in MB, which its episodes share."""

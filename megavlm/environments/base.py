@@ -1,16 +1,29 @@
 """Interface of environments.
 
 environment.name=package.module:Class names the class of an environment. An instance is made for
-each episode, `Class(context, **environment.options)`, and has two methods:
+each episode, `Class(context, **environment.options)`, and has two methods, or three:
 
     async def reset(self, row: Example, seed: int) -> Observation
     async def step(self, text: str) -> Step
+    async def close(self) -> None
 
 All episodes of a group start from the same prompt, so `reset` must depend only on row and seed.
-Each reset and step runs in one of environment.workers processes, for at most environment.timeout
-seconds (not counting rewards) and within environment.memory_mb. An environment is pickled between
-its turns and may continue in another process, so keep files, connections and the like in its
-module. If a step fails or is killed, its episode ends and is scored by reward.on_failure.
+
+An instance lives in one thread of one process, with one asyncio loop, from its reset to its close.
+It may hold anything: a browser, a generator, a socket, a task that goes on between turns.
+Each of environment.workers processes has many instances, whose calls run at the same time, also
+where one blocks. What belongs to the module is shared by the instances of a process.
+
+`close` is optional, and may be a plain method. It is called once: when the episode has ended, when
+a call has failed or taken too long, when the episode is not played on, and at the end of the run.
+No step waits for it. A call that runs too long is cancelled first. If it blocks its thread, `close`
+is called when it returns, and not at all if it does not.
+
+Each reset, step and close may take environment.timeout seconds, not counting rewards, and the
+instances of a process share environment.memory_mb. If a step fails, its episode ends and is scored
+by reward.on_failure. If the process runs out of memory or dies, all episodes in it fail. A call
+that takes too long fails alone; if it does not end when it is cancelled, its process takes no
+further episodes, and is killed when the others in it have ended.
 
 If the environment does not end an episode, it ends after environment.max_turns responses or with a
 truncated response. The configured reward of that response is then added to the reward of the step.
@@ -65,6 +78,8 @@ class Environment(Protocol):
     async def reset(self, row: Example, seed: int) -> Observation: ...
 
     async def step(self, text: str) -> Step: ...
+
+    # Optional: def close(self) -> None, or async
 
 
 def scored(score: Score) -> Step:

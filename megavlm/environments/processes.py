@@ -1,21 +1,19 @@
-"""Environments of a user's class, each call in a process with limits on time and memory."""
+"""Built-in environments in the trainer's process, and a user's class in processes with limits."""
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
-from concurrent import futures
+import logging
 from contextlib import ExitStack
-from dataclasses import asdict
-from typing import Any
+from itertools import count
 
 from megavlm.config.environment import EnvironmentConfig
-from megavlm.environments import registry, wire
-from megavlm.environments.base import Context, Environment, Observation, Step
-from megavlm.limited.pool import ProcessPool
-from megavlm.limited.process import LimitedProcess
-from megavlm.rewards.base import Example
+from megavlm.environments import registry
+from megavlm.environments.base import Context, Environment
+from megavlm.environments.sessions import RemoteEnvironment, SessionProcess
+from megavlm.limited.failure import CallFailure
 
-MAX_ENVIRONMENT_REPLY = 2**28  # bytes: an environment with its row's images, and an observation
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 10.0  # that all open environments have to close at the end of a run
 
 
 class Local:
@@ -25,112 +23,93 @@ class Local:
         """Load the class. Raises ValueError for unknown options."""
         self._options = settings.options
         self._class = registry.load_environment(settings.name, settings.options)
-        self.timeout: float | None = settings.timeout  # seconds for a call; the caller enforces it
+        self._open: set[Environment] = set()
+        self._closing: set[asyncio.Task[None]] = set()
 
-    def make(self, context: Context) -> Environment:
-        return registry.make(self._class, context, self._options)
+    async def make(self, context: Context) -> Environment:
+        environment = registry.make(self._class, context, self._options)
+        self._open.add(environment)
+        return environment
 
-    def close(self) -> None:
-        pass
+    def end(self, environment: Environment) -> None:
+        """Begin to close an environment."""
+        self._open.discard(environment)
+        task = asyncio.create_task(registry.close(environment))
+        self._closing.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._closing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("an environment did not close: %r", error)
+
+    async def close(self) -> None:
+        """Close the environments that are open, within CLOSE_SECONDS."""
+        for environment in list(self._open):
+            self.end(environment)
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=CLOSE_SECONDS)
 
 
 class EnvironmentPool:
-    """Environments of a user's class in processes with limits, with the interface of Local."""
+    """Environments of a user's class in processes with limits, with the interface of Local.
 
-    timeout = None  # enforced here, not by the caller
+    The processes live as long as the thread that runs the asyncio loop.
+    """
 
     def __init__(self, settings: EnvironmentConfig) -> None:
+        self._settings = settings
+        self._processes: list[SessionProcess] = []
+        self._numbers = count()
+
+    async def start(self) -> None:
         """Start the first process. Raises ValueError if the class cannot be loaded."""
+        await self._process().started
 
-        def start() -> LimitedProcess:
-            return LimitedProcess(
-                "megavlm.environments.worker",
-                {"name": settings.name, "options": settings.options},
-                what="environment",
-                memory_mb=settings.memory_mb,
-                max_reply=MAX_ENVIRONMENT_REPLY,
-            )
-
-        self._timeout = settings.timeout  # for a reset or step, not counting rewards
-        self._pool = ProcessPool(start, workers=settings.workers)
-
-    def make(self, context: Context) -> "RemoteEnvironment":
-        return RemoteEnvironment(self, context)
-
-    async def call(self, request: Mapping[str, Any], context: Context) -> dict[str, Any]:
-        """Send a request to a process and return its reply. Raises CallFailure, and any error of
-        context.score.
+    async def make(self, context: Context) -> RemoteEnvironment:
+        """Open a session in the process with the fewest. Raises CallFailure if no process
+        starts.
         """
-        loop = asyncio.get_running_loop()
+        process = self._process()
+        session = RemoteEnvironment(process, next(self._numbers), context)
+        with ExitStack() as stack:
+            process.sessions[session.number] = session
+            stack.callback(process.sessions.pop, session.number, None)
+            try:
+                await asyncio.shield(process.started)
+            except ValueError as error:
+                raise CallFailure("crash", str(error)) from error
+            stack.pop_all()
+        return session
 
-        def talk(process: LimitedProcess) -> dict[str, Any]:
-            with ExitStack() as stack:
-                stack.callback(process.kill)  # after an error, it may be amid a conversation
-                reply = self._talk(process, request, context, loop)
-                stack.pop_all()
-            return reply
+    def end(self, session: RemoteEnvironment) -> None:
+        """Begin to close a session."""
+        session.close()
 
-        return await asyncio.wrap_future(self._pool.submit(talk))
+    def _process(self) -> SessionProcess:
+        """Return the process for the next session. It may be a new one that still starts."""
+        self._processes = [process for process in self._processes if process.alive]
+        usable = [process for process in self._processes if process.takes_sessions]
+        settings = self._settings
+        if len(usable) < settings.workers and all(process.sessions for process in usable):
+            setup = {"name": settings.name, "options": settings.options}
+            process = SessionProcess(setup, memory_mb=settings.memory_mb, timeout=settings.timeout)
+            self._processes.append(process)
+            return process
+        return min(usable, key=lambda process: len(process.sessions))
 
-    def _talk(
-        self,
-        process: LimitedProcess,
-        request: Mapping[str, Any],
-        context: Context,
-        loop: asyncio.AbstractEventLoop,
-    ) -> dict[str, Any]:
-        left = self._timeout
-        while True:
-            started = time.monotonic()
-            reply = process.call(request, max(left, 0.01))
-            left -= time.monotonic() - started
-            if "ask" not in reply:
-                return reply
-            answers = asyncio.run_coroutine_threadsafe(_scores(reply["ask"], context), loop)
-            while not self._pool.closed:
-                if futures.wait([answers], timeout=0.5).done:
-                    break
-            request = {"scores": answers.result(timeout=0)}
-
-    def close(self) -> None:
-        self._pool.close()
+    async def close(self) -> None:
+        """Close the sessions that are open, within CLOSE_SECONDS, and end the processes."""
+        await asyncio.gather(*(process.close_all(CLOSE_SECONDS) for process in self._processes))
 
 
-def make_environments(settings: EnvironmentConfig) -> Local | EnvironmentPool:
+async def make_environments(settings: EnvironmentConfig) -> Local | EnvironmentPool:
     """Load the environment. A user's class runs in processes, the first of which starts here.
 
     Raises ValueError if it cannot be loaded or does not have the options.
     """
-    is_built_in = registry.find_environment(settings.name).is_built_in
-    return Local(settings) if is_built_in else EnvironmentPool(settings)
-
-
-class RemoteEnvironment:
-    """Environment as a pickle. Only worker processes unpickle it."""
-
-    def __init__(self, pool: EnvironmentPool, context: Context) -> None:
-        self._pool, self._context = pool, context
-        self._pickle = ""
-
-    async def reset(self, row: Example, seed: int) -> Observation:
-        request = {
-            "row": wire.pack_row(row),
-            "seed": seed,
-            "max_turns": self._context.max_turns,
-        }
-        reply = await self._pool.call(request, self._context)
-        self._pickle = reply["environment"]
-        return wire.unpack_observation(reply["observation"])
-
-    async def step(self, text: str) -> Step:
-        request = {"environment": self._pickle, "text": text}
-        reply = await self._pool.call(request, self._context)
-        self._pickle = reply.get("environment", "")
-        return wire.unpack_step(reply)
-
-
-async def _scores(questions: Sequence[Any], context: Context) -> list[dict[str, Any]]:
-    found = await asyncio.gather(
-        *(context.score(text, wire.unpack_row(row)) for text, row in questions)
-    )
-    return [asdict(score) for score in found]
+    if registry.find_environment(settings.name).is_built_in:
+        return Local(settings)
+    pool = EnvironmentPool(settings)
+    await pool.start()
+    return pool

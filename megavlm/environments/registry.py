@@ -85,3 +85,10 @@ def load_environment(name: str, options: Mapping[str, Any]) -> type[Environment]
 def make(cls: type[Environment], context: Context, options: Mapping[str, Any]) -> Environment:
     factory: Any = cls
     return factory(context, **options)
+
+
+async def close(environment: Environment) -> None:
+    """Call the environment's close, if it has one; it may be async or not."""
+    method = getattr(environment, "close", None)
+    if method is not None and inspect.isawaitable(result := method()):
+        await result

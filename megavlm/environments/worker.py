@@ -1,145 +1,200 @@
 """Process that runs environments of a user's class: `python -m megavlm.environments.worker
-CONTROL_FD`, with the limits and the protocol of megavlm/limited.
+CONTROL_FD`, with the limits and the messages of megavlm/limited.
 
-The process keeps no state between two requests: an environment is sent to the trainer as a pickle,
-and comes back with the next response. Killing a process therefore affects no other episode. Only
-these processes unpickle environments, and only they pickle them.
+Each session has a thread and an event loop of its own, from its reset to its close. A call that
+blocks therefore holds up no other session, and what belongs to a loop or a thread can be kept
+between two calls. The main thread only hands out messages.
 """
 
 import asyncio
-import base64
-import pickle
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from megavlm.environments import registry, wire
 from megavlm.environments.base import Context, Environment
-from megavlm.limited.limits import has_children, limit, limit_cpu
+from megavlm.limited.limits import has_children, limit
 from megavlm.limited.wire import frame, receive
+from megavlm.process import allow_open_files
 from megavlm.rewards.base import Example, Score
+
+STACK_BYTES = 2**20  # of a thread; the memory limit counts it whether it is used or not
 
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     setup = receive(control)
     limit(setup["memory_bytes"], setup["parent"])
+    allow_open_files()
+    threading.stack_size(STACK_BYTES)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     options = setup["options"]
     # The import of the user's module may raise anything. An error ends the process, which reports
     # the reason.
-    sys.excepthook = lambda kind, error, _: control.sendall(frame({"error": str(error)}))
+    sys.excepthook = lambda kind, error, _: control.sendall(
+        frame({"id": setup["id"], "error": str(error)})
+    )
     cls = registry.load_environment(setup["name"], options)
     sys.excepthook = sys.__excepthook__
-    control.sendall(frame({}))
-    while (request := receive(control)) is not None:
-        limit_cpu(request["cpu_seconds"])
-        reply = run_environment(cls, options, request, control)
-        sys.stdout.flush()
-        control.sendall(frame(reply | {"left_children": has_children()}))
+    control.sendall(frame({"id": setup["id"]}))
+    Worker(control, cls, options).serve()
 
 
-def run_environment(
-    cls: type[Environment],
-    options: Mapping[str, Any],
-    request: Mapping[str, Any],
-    control: socket.socket,
-) -> dict[str, Any]:
-    try:
-        return asyncio.run(_answer(cls, options, request, control))
-    except MemoryError:
-        return {"failure": "memory", "message": "out of memory"}
-    # The user's code may raise anything, including SystemExit.
-    except BaseException as error:
-        return {"failure": "exception", "message": f"{type(error).__name__}: {error}"[:500]}
-
-
-async def _answer(
-    cls: type[Environment],
-    options: Mapping[str, Any],
-    request: Mapping[str, Any],
-    control: socket.socket,
-) -> dict[str, Any]:
-    reward_manager = RemoteScorer(control)
-    if "row" in request:
-        context = Context(Asking(), request["max_turns"])
-        environment = registry.make(cls, context, options)
-    else:
-        # The pickle was made by this process or one like it: code that could forge it runs here
-        # anyway.
-        environment = pickle.loads(base64.b64decode(request["environment"]))  # noqa: S301
-    Asking.reward_manager = reward_manager
-    asyncio.get_running_loop().add_reader(control, reward_manager.receive)
-    try:
-        if "row" in request:
-            row = wire.unpack_row(request["row"])
-            shown = await environment.reset(row, request["seed"])
-            reply = {"observation": wire.pack_observation(shown)}
-        else:
-            reply = wire.pack_step(await environment.step(request["text"]))
-        await reward_manager.silence()
-    finally:
-        asyncio.get_running_loop().remove_reader(control)
-    return reply if reply.get("done") else reply | {"environment": _pickled(environment)}
-
-
-class Asking:
-    """Picklable form of Context.score."""
-
-    reward_manager: "RemoteScorer"
-
-    async def __call__(self, text: str, row: Example) -> Score:
-        return await self.reward_manager.score(text, row)
-
-
-@dataclass
-class RemoteScorer:
-    """Sends all open requests for scores to the trainer in one message, and receives the scores."""
+@dataclass(eq=False)
+class Worker:
+    """The sessions of a process. lock: Held where sessions are added, found and removed."""
 
     control: socket.socket
-    waiting: list[tuple[str, Example, "asyncio.Future[Score]"]] = field(default_factory=list)
-    asked: list["asyncio.Future[Score]"] = field(default_factory=list)
-    heard: asyncio.Event = field(default_factory=asyncio.Event)
+    cls: type[Environment]
+    options: Mapping[str, Any]
+    sessions: dict[int, "Session"] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    sending: threading.Lock = field(default_factory=threading.Lock)
 
-    async def score(self, text: str, row: Example) -> Score:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Score] = loop.create_future()
-        self.waiting.append((text, row, future))
-        loop.call_soon(self._ask)  # later, so that concurrent calls share one message
-        return await future
+    def serve(self) -> None:
+        """Hand each message to its session, until the trainer is gone."""
+        while (message := receive(self.control)) is not None:
+            if "ping" in message:
+                self.send({"id": message["id"]})
+                continue
+            with self.lock:
+                if "reset" in message:
+                    self._open(message["session"])
+                if session := self.sessions.get(message["session"]):
+                    session.put(message)
+            if session is None:
+                self._answer_for_ended(message)
 
-    def _ask(self) -> None:
-        if self.waiting and not self.asked:  # the socket carries one message at a time
-            questions = [[text, wire.pack_row(row)] for text, row, _ in self.waiting]
-            self.asked = [future for _, _, future in self.waiting]
-            self.waiting.clear()
-            self.control.sendall(frame({"ask": questions}))
+    def _open(self, number: int) -> None:
+        self.sessions[number] = session = Session(self, number)
+        session.start()
 
-    def receive(self) -> None:
-        reply = receive(self.control)
-        if reply is None:  # the trainer is gone
-            sys.exit()
-        limit_cpu(reply["cpu_seconds"])
-        for future, score in zip(self.asked, reply["scores"], strict=True):
-            if not future.done():  # it may have been cancelled
-                future.set_result(Score(**score))
-        self.asked = []
-        self.heard.set()
-        self._ask()
+    def _answer_for_ended(self, message: Mapping[str, Any]) -> None:
+        if "close" in message:
+            self.send({"id": message["id"], "left_children": self.left_children()})
+        elif "step" in message:
+            ended = {"failure": "exception", "message": "an earlier error ended it"}
+            self.send({"id": message["id"], **ended})
 
-    async def silence(self) -> None:
-        """Block until it is this process's turn to send."""
-        while self.asked:  # the futures themselves may have been cancelled
-            self.heard.clear()
-            await self.heard.wait()
+    def send(self, message: Mapping[str, Any]) -> None:
+        with self.sending:
+            self.control.sendall(frame(message))
+
+    def left_children(self) -> bool:
+        """Return True if all sessions have ended, but a process that they started still runs."""
+        with self.lock:
+            return not self.sessions and has_children()
 
 
-def _pickled(environment: Environment) -> str:
-    try:
-        return base64.b64encode(pickle.dumps(environment)).decode()
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(f"it cannot be pickled between its turns ({error})") from error
+class Session:
+    """An environment in a thread and an event loop of its own."""
+
+    def __init__(self, worker: Worker, number: int) -> None:
+        self._worker, self._number = worker, number
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
+        self._environment: Environment | None = None
+        self._call: asyncio.Task[None] | None = None
+        self._request: int | None = None  # id of the call that runs
+        self._close_request: int | None = None
+        self._closing = asyncio.Event()
+        self._asks = count()
+        self._scores: dict[int, asyncio.Future[Score]] = {}
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def put(self, message: Mapping[str, Any]) -> None:
+        """Take a message from the main thread."""
+        self._loop.call_soon_threadsafe(self._take, message)
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        if "scored" in message:
+            score = self._scores.pop(message["scored"])
+            if not score.done():  # it may have been cancelled
+                score.set_result(Score(**message["score"]))
+        elif "close" in message:
+            self._close_request = message["id"]
+            self._closing.set()
+            if self._call is not None:
+                self._call.cancel()
+        else:
+            self._request = message["id"]
+            self._call = self._loop.create_task(self._answer(message))
+
+    def _run(self) -> None:
+        problem: dict[str, Any] = {}
+        with self._runner:
+            # A task of the user's may raise SystemExit, which ends the loop's run.
+            if failure := self._guarded(self._serve()):
+                self._reply(failure)
+            if failure := self._guarded(self._close()):
+                problem = {"error": failure["message"]}
+            with self._worker.lock:
+                del self._worker.sessions[self._number]
+        if self._close_request is not None:
+            left = {"left_children": self._worker.left_children()}
+            self._worker.send({"id": self._close_request, **left, **problem})
+
+    def _guarded(self, work: Any) -> dict[str, Any] | None:
+        try:
+            self._runner.run(work)
+        except BaseException as error:
+            return failed(error)
+        return None
+
+    async def _serve(self) -> None:
+        """Block until the session is to be closed."""
+        await self._closing.wait()
+        if self._call is not None:
+            await asyncio.wait([self._call])
+
+    async def _answer(self, message: Mapping[str, Any]) -> None:
+        try:
+            reply = await self._play(message)
+        # The user's code may raise anything, including SystemExit.
+        except BaseException as error:
+            reply = failed(error)
+        self._reply(reply)
+
+    async def _play(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        if "step" in message:
+            assert self._environment is not None
+            return wire.pack_step(await self._environment.step(message["step"]))
+        values = message["reset"]
+        context = Context(self._score, values["max_turns"])
+        self._environment = registry.make(self._worker.cls, context, self._worker.options)
+        seen = await self._environment.reset(wire.unpack_row(values["row"]), values["seed"])
+        return {"observation": wire.pack_observation(seen)}
+
+    def _reply(self, reply: Mapping[str, Any]) -> None:
+        if self._request is not None:
+            self._worker.send({"id": self._request, **reply})
+        self._request = None
+
+    async def _close(self) -> None:
+        if self._environment is not None:
+            await registry.close(self._environment)
+
+    async def _score(self, text: str, row: Example) -> Score:
+        number = next(self._asks)
+        score: asyncio.Future[Score] = self._loop.create_future()
+        self._scores[number] = score
+        self._worker.send(
+            {"session": self._number, "ask": number, "text": text, "row": wire.pack_row(row)}
+        )
+        return await score
+
+
+def failed(error: BaseException) -> dict[str, Any]:
+    """Return the failure of a call that raised `error`."""
+    if isinstance(error, MemoryError):
+        return {"failure": "memory", "message": "out of memory"}
+    return {"failure": "exception", "message": f"{type(error).__name__}: {error}"[:500]}
 
 
 if __name__ == "__main__":

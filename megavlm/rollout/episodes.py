@@ -9,10 +9,11 @@ responses exactly as the servers sent them. Only observations are tokenized.
 import asyncio
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.schema import Config
@@ -31,6 +32,8 @@ from megavlm.rewards.base import Example, ResponseDetails
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.timed_environment import TimedEnvironment, step_score
 from megavlm.rollout.trajectory import Episode, Group
+
+T = TypeVar("T")
 
 MAX_REPLACED = 1000  # limit of prompts in a row that cannot start an episode
 
@@ -54,7 +57,7 @@ class EpisodeRunner:
         """
         self._config, self._settings = config, config.environment
         self._processor, self.reward_manager = processor, reward_manager
-        self._environments = make_environments(config.environment)
+        self._environments = runner.run(make_environments(config.environment))
         self._runner = runner
         self.skipped: Counter[Kind] = Counter()  # prompts whose episodes could not start, by reason
 
@@ -119,8 +122,10 @@ class EpisodeRunner:
 
     def check_start(self, prompt: Prompt) -> None:
         """Raise PromptTooLong or another ValueError if no episode can start from the prompt."""
-        counted = self.skipped.copy()
-        if not self.start([Group(prompt)], 1):
+        counted, group = self.skipped.copy(), Group(prompt)
+        started = self.start([group], 1)
+        self._close_episodes([group])
+        if not started:
             too_long = self.skipped["long"] > counted["long"]
             self.skipped = counted
             raise (PromptTooLong if too_long else ValueError)(self._reason)
@@ -150,14 +155,17 @@ class EpisodeRunner:
 
         # The first turn of a group is one request prompt with n responses. From the second turn on,
         # each episode has a prompt of its own.
-        with phases("rollout") if phases else nullcontext():
-            answers = generate(
-                [group.first_prompt for group in groups],
-                n=len(groups[0].episodes),
-                begun=[group.responses for group in groups],
-                enough=enough,
-                follow=follow,
-            )
+        try:
+            with phases("rollout") if phases else nullcontext():
+                answers = generate(
+                    [group.first_prompt for group in groups],
+                    n=len(groups[0].episodes),
+                    begun=[group.responses for group in groups],
+                    enough=enough,
+                    follow=follow,
+                )
+        finally:
+            self._close_episodes(groups)
         for group, found in zip(groups, answers, strict=True):
             group.responses = tuple(found)
 
@@ -166,9 +174,13 @@ class EpisodeRunner:
         request times out. responses: One first response per episode; empty if the first request
         timed out.
         """
-        if responses:
-            pairs = zip(group.episodes, responses, strict=True)
-            await asyncio.gather(*(self._play(*pair, ask) for pair in pairs))
+        try:
+            if responses:
+                pairs = zip(group.episodes, responses, strict=True)
+                await asyncio.gather(*(self._play(*pair, ask) for pair in pairs))
+        finally:
+            for episode in group.episodes:
+                episode.close()
         if group.has_ended and group.awaits_reward:
             await self._score_group(group)
         group.timed_out = not group.is_played
@@ -179,8 +191,20 @@ class EpisodeRunner:
         return taken
 
     def close(self) -> None:
-        self._environments.close()
+        self._runner.run(self._environments.close())
         self._runner.run(self.reward_manager.close())
+
+    def _close_episodes(self, groups: Sequence[Group]) -> None:
+        """Close the episodes that are not played on. A group that waits for a later step starts
+        again from its prompt.
+        """
+
+        async def close() -> None:
+            for group in groups:
+                for episode in group.episodes:
+                    episode.close()
+
+        self._runner.run(close())
 
     async def _start_all(
         self, groups: Sequence[Group], n: int, stage: CurriculumStage | None, step: int
@@ -201,7 +225,7 @@ class EpisodeRunner:
             for _ in range(n)
         ]
         try:
-            shown = [await environment.reset(row, seed) for environment in made]
+            shown = await _all(environment.reset(row, seed) for environment in made)
             seen = [self._next_row(prompt.row, observation) for observation in shown]
             if any(other != seen[0] for other in seen):
                 raise ValueError(
@@ -220,6 +244,10 @@ class EpisodeRunner:
         else:
             group.episodes = [Episode(prompt, environment) for environment in made]
             group.stage, group.awaits_reward = stage, self.reward_manager.scores_groups
+        finally:
+            if not group.episodes:
+                for environment in made:
+                    environment.close()
 
     def _skip(self, kind: Kind, reason: str) -> None:
         self.skipped[kind] += 1
@@ -327,6 +355,15 @@ class EpisodeRunner:
 
     def _name(self, prompt: Prompt) -> str:
         return f"environment.name={self._settings.name}, {prompt.row.source}"
+
+
+async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Wait for all calls, and return their results. Raises the first error."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results  # type: ignore[return-value]
 
 
 def _problem(messages: Sequence[Message], num_images: int) -> str:

@@ -4,7 +4,7 @@ values.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.environments.base import Context, Observation, Step
@@ -29,24 +29,33 @@ class TimedEnvironment:
         reward: Callable[..., Awaitable[Score]],
         name: str,
     ) -> None:
-        """Make the environment. reward: RewardManager.score, with the curriculum's stage bound."""
-        self._environment = environments.make(Context(self.score, settings.max_turns))
-        self._timeout, self._limit = environments.timeout, settings.timeout
-        self._reward, self._name = reward, name
+        """reward: RewardManager.score, with the curriculum's stage bound."""
+        self._environments: Any = environments
+        self._environment: Any = None  # from its reset to its close
+        self._settings, self._reward, self._name = settings, reward, name
         self._clock: asyncio.Timeout | None = None
         self._left, self._pending = 0.0, 0
         self._details = ResponseDetails()
 
     async def reset(self, row: Example, seed: int) -> Observation:
+        """Make the environment, and reset it."""
         self._row = row
-        return await self._call(self._environment.reset(row, seed))
+        context = Context(self.score, self._settings.max_turns)
+        self._environment = await self._call(self._environments.make(context), None)
+        return await self._call(self._environment.reset(row, seed), self._settings.timeout)
 
     async def step(self, text: str, details: ResponseDetails) -> Step:
         """Play a turn. details: Facts about the response for rewards that the environment asks for
         during this turn.
         """
         self._details = details
-        return await self._call(self._environment.step(text))
+        return await self._call(self._environment.step(text), self._settings.timeout)
+
+    def close(self) -> None:
+        """Begin to close the environment, if it is open. Needs the running asyncio loop."""
+        if self._environment is not None:
+            self._environments.end(self._environment)
+        self._environment = None
 
     async def score(self, text: str, row: Example | None = None) -> Score:
         """Return the configured reward of a response to `row`; None takes the episode's row. The
@@ -66,9 +75,9 @@ class TimedEnvironment:
                 clock.reschedule(loop.time() + self._left)
                 self._left = 0.0
 
-    async def _call(self, call: Awaitable[T]) -> T:
+    async def _call(self, call: Awaitable[T], seconds: float | None) -> T:
         try:
-            async with asyncio.timeout(self._timeout) as self._clock:
+            async with asyncio.timeout(seconds) as self._clock:
                 try:
                     return await call
                 finally:
@@ -78,7 +87,7 @@ class TimedEnvironment:
         except CallFailure as failure:
             raise CallFailure(failure.kind, f"{self._name}: {failure}") from failure
         except TimeoutError as error:
-            message = f"{self._name}: no answer in {self._limit:g} s"
+            message = f"{self._name}: no answer in {self._settings.timeout:g} s"
             raise CallFailure("timeout", message) from error
         # An environment may raise any exception, and only its own episode should fail.
         except Exception as error:

@@ -46,7 +46,7 @@ class Episode:
         self.score = replace(score, reward=sum(self.rewards))
         self.next_prompt = following
         if following is None:
-            self.environment = None  # to free its memory, such as images
+            self.close()
 
     def add_group_score(self, score: Score) -> None:
         """Add the score by rewards of the whole group to the last turn. If such a reward failed,
@@ -59,7 +59,14 @@ class Episode:
         """End the episode before its next turn, and add the score of a failure to its rewards."""
         self.rewards[-1] += score.reward
         self.score = replace(score, reward=sum(self.rewards))
-        self.next_prompt = self.environment = None
+        self.next_prompt = None
+        self.close()
+
+    def close(self) -> None:
+        """Close the environment, if it is open, also of an episode that is not played on."""
+        if self.environment is not None:
+            self.environment.close()
+        self.environment = None
 
     @property
     def has_ended(self) -> bool:

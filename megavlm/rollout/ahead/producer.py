@@ -16,6 +16,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -274,13 +275,14 @@ def serve(connection: Connection, setup: ProducerSetup) -> bool:
     """Produce until the trainer is gone. Returns False after an error; the error was sent to the
     trainer.
     """
-    try:
-        producer = Producer(setup, connection)
-        producer.run()
-    except (ValueError, RolloutServerError, RolloutRequestError, RewardStop) as error:
-        connection.send(("error", error))
-        return False
-    producer.close()
+    with ExitStack() as stack:  # environments are closed after an error, too
+        try:
+            producer = Producer(setup, connection)
+            stack.callback(producer.close)
+            producer.run()
+        except (ValueError, RolloutServerError, RolloutRequestError, RewardStop) as error:
+            connection.send(("error", error))
+            return False
     return True
 
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from megavlm.algorithms.registry import check as check_algorithm
 from megavlm.config.algorithm import SFT, PolicyOptimization
+from megavlm.config.environment import EnvironmentConfig
 from megavlm.config.import_path import IMPORT_PATH
 from megavlm.config.optimizer import Optimizer
 from megavlm.config.rollout import Rollout
@@ -68,7 +69,7 @@ def check(
         raise ValueError(f"{key}=[] names no data: add {key}=[FILE.parquet]")
     if not files:
         return
-    make_environments(config.environment).close()
+    asyncio.run(_check_environment(config.environment))
     asyncio.run(make_reward_manager(config).close())
     values = check_model(Path(config.model.folder), config)
     if config.model.checkpoint is not None:
@@ -87,6 +88,10 @@ def check(
         check_handles(config.rollout)
     check_data(train_files, config, "sft" if isinstance(config.algorithm, SFT) else "rewards")
     check_data(config.data.test_files, config, "rewards" if evaluates(config, phase) else None)
+
+
+async def _check_environment(settings: EnvironmentConfig) -> None:
+    await (await make_environments(settings)).close()
 
 
 def check_partial_rollouts(config: Config) -> None:

@@ -88,7 +88,7 @@ def play(
     try:
         playing.play(playing.start([group], n), policy)
     finally:
-        playing._environments.close()  # the reward manager is the tests' own
+        RUNNER.run(playing._environments.close())  # the reward manager is the tests' own
     return group.episodes
 
 

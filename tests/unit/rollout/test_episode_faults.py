@@ -32,7 +32,6 @@ FAULTY = "user_environments:Faulty"
         ("nan", "value"),
         ("parts", "exception"),
         ("image", "value"),
-        ("unpicklable", "exception"),
     ],
 )
 def test_a_step_that_fails_is_scored_by_policy(

@@ -22,7 +22,7 @@ from megavlm.rollout.episodes import example
 from megavlm.rollout.groups import policy_trees, rollout_metrics
 from megavlm.rollout.trajectory import Group, group_tree
 from tests.support.columns import columns
-from tests.unit.rollout.scripted import ROW, Policy, episode_runner, fails, graded, play
+from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner, fails, graded, play
 
 TWO_TURNS: dict[str, Any] = {"max_turns": 2, "max_observation_tokens": 64}
 
@@ -47,7 +47,7 @@ def test_the_images_of_a_step_are_never_formatted(
     group = Group(processor.prompt(ROW))
     assert playing.start_or_replace([group], 2, lambda count: []) == [group]
     playing.play([group], Policy(processor, "3", "4"))
-    playing._environments.close()
+    RUNNER.run(playing._environments.close())
     assert not formatted
     assert "image" in repr(processor.prompt(ROW)) and formatted, "what a prompt shows"
 
@@ -132,7 +132,7 @@ def test_an_environment_keeps_what_messages_hold_besides_text(
     playing = episode_runner(processor, manager, "vqa")
     sent = json.loads(json.dumps(pack_observation(Observation(example(row).messages))))
     assert playing._next_row(row, unpack_observation(sent)) == row
-    playing._environments.close()
+    RUNNER.run(playing._environments.close())
 
 
 def test_an_environment_adds_to_the_configured_system_prompt(

@@ -14,7 +14,7 @@ from megavlm.rewards.base import RewardStop
 from megavlm.rewards.manager import Part, RewardManager
 from megavlm.rollout.trajectory import Group
 from tests.support.timeouts import scaled
-from tests.unit.rollout.scripted import ROW, Policy, episode_runner, play
+from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner, play
 
 RIGHT, RANK = Part("right", "vqa"), Part("rank", "group_rewards:rank", 0.1)
 TWO_TURNS: dict[str, Any] = {"max_turns": 2, "max_observation_tokens": 64}
@@ -83,7 +83,7 @@ def test_the_curriculum_s_stage_reaches_the_group(
     playing, group = episode_runner(processor, ranking, "vqa"), Group(processor.prompt(ROW))
     stage = CurriculumStage(weights={"right": 0.0, "rank": 1.0})
     playing.play(playing.start([group], 2, stage=stage), Policy(processor, "3", "4"))
-    playing._environments.close()
+    RUNNER.run(playing._environments.close())
     assert [score.reward for score in group.scores] == [0.0, 1.0]
 
 

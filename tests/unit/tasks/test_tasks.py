@@ -1,5 +1,6 @@
 """Tasks by name: the built-in ones, and a package of a user's own."""
 
+import asyncio
 import re
 import sys
 from collections.abc import Iterator
@@ -62,9 +63,12 @@ def test_a_package_of_one_s_own_is_a_task_everywhere() -> None:
     ("name", "kind"), [("plain", Local), ("two_tries", Local), ("own", EnvironmentPool)]
 )
 def test_a_class_of_one_s_own_runs_in_processes(name: str, kind: type) -> None:
-    environments = make_environments(EnvironmentConfig(name=name, workers=1))
-    environments.close()
-    assert type(environments) is kind
+    async def made() -> type:
+        environments = await make_environments(EnvironmentConfig(name=name, workers=1))
+        await environments.close()
+        return type(environments)
+
+    assert asyncio.run(made()) is kind
 
 
 def test_a_package_that_is_no_task_is_one_sentence() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import threading
 import time
 from typing import Any
 
@@ -50,9 +49,6 @@ class Faulty:
                 return Step(Observation(self.row.messages[-1:], [b"no image"]), 0.0, False)
             case "parts":
                 return Step(None, 0.0, True, {"parts": {"seen": "much"}})
-            case "unpicklable":
-                self.lock = threading.Lock()
-                return Step(Observation([{"role": "user", "content": "?"}]), 0.0, False)
             case "score twice":
                 scores = await asyncio.gather(
                     *(self.context.score(answer, self.row) for answer in (text, "4"))
