@@ -360,10 +360,12 @@ class EpisodeRunner:
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
     """Wait for all calls, and return their results. Raises the first error."""
     results = await asyncio.gather(*calls, return_exceptions=True)
+    found: list[T] = []
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    return results  # type: ignore[return-value]
+        found.append(result)
+    return found
 
 
 def _problem(messages: Sequence[Message], num_images: int) -> str:

@@ -1,6 +1,7 @@
 """Built-in environments, played by hand with a reward that needs no process."""
 
 import asyncio
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -49,9 +50,9 @@ def test_those_that_start_from_the_row_are_single_turns() -> None:
 
 def test_every_built_in_environment_loads_and_its_reward_exists() -> None:
     for name, built_in in built_in_environments().items():
-        registry.find_environment(name)
-        registry.load_environment(name, {})
-        rewards.load_reward(built_in.reward, {})
+        assert registry.find_environment(name) == built_in
+        assert inspect.isclass(registry.load_environment(name, {}))
+        assert callable(rewards.load_reward(built_in.reward, {}))
 
 
 def test_the_calculator_is_told_of_used_and_answered_with() -> None:

@@ -72,8 +72,11 @@ def test_an_external_server_without_counters_has_the_patience_alone() -> None:
         push(pool, 1)
         fake.refused = {"/v1/loads?include=core": set(range(1000))}
         fake.ill.set()
+        began = time.monotonic()
         pool.request_failed(fake.url, "timed out")
         wait_for(lambda: state(pool, fake.url) is State.DEAD)
+        assert time.monotonic() - began >= 0.3, "its patience"
+        assert not pool.record(fake.url).busy
 
 
 @pytest.mark.parametrize(
