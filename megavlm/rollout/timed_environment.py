@@ -3,6 +3,7 @@ values.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from megavlm.numbers import is_float32
 from megavlm.rewards.base import Example, ResponseDetails, RewardStop, Score
 
 T = TypeVar("T")
+TICK = 0.1  # seconds
 
 
 class TimedEnvironment:
@@ -33,8 +35,7 @@ class TimedEnvironment:
         self._environments: Any = environments
         self._environment: Any = None  # from its reset to its close
         self._settings, self._reward, self._name = settings, reward, name
-        self._clock: asyncio.Timeout | None = None
-        self._left, self._pending = 0.0, 0
+        self._pending = 0  # rewards that the environment waits for
         self._details = ResponseDetails()
 
     async def reset(self, row: Example, seed: int) -> Observation:
@@ -61,27 +62,15 @@ class TimedEnvironment:
         """Return the configured reward of a response to `row`; None takes the episode's row. The
         time limit of the running call is paused until all of its concurrent rewards are computed.
         """
-        loop, clock = asyncio.get_running_loop(), self._clock
-        until = None if clock is None else clock.when()
-        if clock is not None and until is not None:
-            self._left = until - loop.time()
-            clock.reschedule(None)
         self._pending += 1
         try:
             return await self._reward(text, row or self._row, details=self._details)
         finally:
             self._pending -= 1
-            if clock is not None and self._left and not self._pending:
-                clock.reschedule(loop.time() + self._left)
-                self._left = 0.0
 
     async def _call(self, call: Awaitable[T], seconds: float | None) -> T:
         try:
-            async with asyncio.timeout(seconds) as self._clock:
-                try:
-                    return await call
-                finally:
-                    self._clock = None
+            return await self._within(call, seconds)
         except RewardStop:
             raise
         except CallFailure as failure:
@@ -92,6 +81,24 @@ class TimedEnvironment:
         # An environment may raise any exception, and only its own episode should fail.
         except Exception as error:
             raise CallFailure("exception", f"{self._name}: {error!r}"[:500]) from error
+
+    async def _within(self, call: Awaitable[T], seconds: float | None) -> T:
+        """Return the result of a call. Raises TimeoutError if it takes too long.
+
+        Time is counted in ticks, because a deadline would also count the time in which the loop
+        stands still for a weight push, although the answer may be waiting.
+        """
+        task = asyncio.ensure_future(call)
+        left = math.inf if seconds is None else seconds
+        tick = min(left, TICK)
+        try:
+            while not (await asyncio.wait([task], timeout=tick))[0]:
+                left -= 0.0 if self._pending else tick
+                if left <= 0:
+                    raise TimeoutError
+            return task.result()
+        finally:
+            task.cancel()
 
 
 def step_score(step: Step, name: str, before: float) -> tuple[float, Score]:
