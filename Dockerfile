@@ -27,4 +27,4 @@ RUN pip freeze | grep -E '^(torch|torchvision|transformers|sglang)==' > /tmp/bas
 
 WORKDIR /megavlm
 COPY . .
-RUN pip install -c /tmp/base.txt --no-build-isolation -e ".[linear-attention]"
+RUN pip install -c /tmp/base.txt --no-build-isolation -e ".[linear-attention,video]"

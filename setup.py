@@ -60,6 +60,10 @@ setup(
         "wandb": ["wandb>=0.20"],
         "swanlab": ["swanlab>=0.10"],
         "mlflow": ["mlflow-skinny>=3.0"],
+        # Video files in the data; videos stored as frames need no package.
+        "video": [
+            "av>=18",
+        ],
         "sglang": ["sglang>=0.5.17,<=0.5.23"],
         "dev": [
             "hypothesis>=6.100",

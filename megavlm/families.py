@@ -88,12 +88,12 @@ class Family:
         """
         return self._module("inputs").images(hf_config, processor, data, cache)
 
-    def videos(self, hf_config: Any, processor: Any, cache: Any) -> Any:
+    def videos(self, hf_config: Any, processor: Any, data: Any, cache: Any) -> Any:
         """Return the videos of prompts (data.videos.VideoProcessor), or None for a family without
-        `videos`.
+        `videos`. The arguments are as in `images`.
         """
         make = getattr(self._module("inputs"), "videos", None)
-        return None if make is None else make(hf_config, processor, cache)
+        return None if make is None else make(hf_config, processor, data, cache)
 
     def positions(self, hf_config: Any) -> Callable[[Any, Sequence[Any]], tuple[Any, int]]:
         """Return a function of token ids [T] and the images and videos that they show, which

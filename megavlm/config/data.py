@@ -39,8 +39,9 @@ class Data(Section):
     the place of each image; without it, images come first."""
 
     video_key: str | None = None
-    """Column of videos, each a struct of frames and fps, for supervised data. Rollout servers do
-    not accept videos."""
+    """Column of videos, each with a video or a list of videos: a video file in any form that an
+    image may have, or a struct of frames and fps. `<video>` in the prompt marks the place of each
+    video; without it, videos come first, after the images."""
 
     category_key: str | None = "task"
     """Column whose values group the rows: metrics and evaluations are also reported for each value.
@@ -59,6 +60,20 @@ class Data(Section):
     max_pixels: int | None = bounded(None, least=1)
     """Maximum number of pixels of an image after resizing; it bounds the image's number of tokens.
     Null uses the image processor's value."""
+
+    video_fps: float = bounded(2.0, above=0)
+    """Frames per second that are sampled from a video file, evenly spread from its first frame to
+    its last; at least 4 frames, and an even number. Videos given as frames are used as they are.
+    The default is that of Qwen-VL's own tools."""
+
+    video_max_frames: int | None = bounded(None, least=2)
+    """Maximum number of frames of a video. A longer file is sampled at a lower rate; a longer list
+    of frames is refused. Null uses the video processor's `max_frames`, 768."""
+
+    video_max_pixels: int | None = bounded(None, least=1)
+    """Maximum number of pixels of all frames of a video together, after resizing; it bounds the
+    video's number of tokens, which is pixels / 1568 (Qwen3-VL and Qwen3.5: / 2048). A frame has
+    one token at least. Null uses the video processor's bounds."""
 
     max_prompt_tokens: int = bounded(1024, least=1)
     """Maximum length of a prompt in tokens, image tokens included; `data.long_prompts` says what

@@ -77,7 +77,7 @@ class Processor:
     ) -> None:
         """Load the processor of the model in `folder`.
 
-        data: Gives the pixel bounds of images; the folder's own bounds apply to videos.
+        data: Gives the pixel bounds of images, and the limits of videos.
         family: The model's family (see `families.family_of`).
         cache_bytes: Limit of the pixels of recent images and videos that are kept in memory.
 
@@ -98,7 +98,7 @@ class Processor:
             ) from error
         cache = ImageCache(cache_bytes)
         self._images: ImageProcessor = family.images(config, processor, data, cache)
-        self._videos: VideoProcessor | None = family.videos(config, processor, cache)
+        self._videos: VideoProcessor | None = family.videos(config, processor, data, cache)
         self._positions = family.positions(config)
         self.image_token_id = self._images.token_id
         self.video_token_id: int | None = None if self._videos is None else self._videos.token_id
@@ -193,8 +193,8 @@ class Processor:
         """Return the error message for a prompt of num_tokens, above data.max_prompt_tokens."""
         return (
             f"{row.source}: the prompt has {num_tokens} tokens, more than "
-            f"data.max_prompt_tokens={self._max_prompt_tokens}; raise that, lower "
-            "data.max_pixels or show fewer frames of a video"
+            f"data.max_prompt_tokens={self._max_prompt_tokens}; raise that or lower "
+            "data.max_pixels; for videos lower data.video_max_frames or data.video_max_pixels"
         )
 
     def next_turn(self, prompt: Prompt, response: Sequence[int], row: Row) -> Prompt:

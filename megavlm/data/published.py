@@ -9,7 +9,7 @@ from huggingface_hub import HfApi, snapshot_download
 from omegaconf import OmegaConf
 
 from megavlm.config.data import Data
-from megavlm.data.rows import Rows, check_images
+from megavlm.data.rows import Rows, check_media
 from megavlm.task import PublishedData, built_in_tasks, find_task
 
 SAMPLE = 20  # rows of each split that are read, with their images
@@ -78,5 +78,5 @@ def _check(file: str, data: Data) -> int:
     """Return the number of rows. Raises ValueError if any of the first SAMPLE rows is unusable."""
     rows = Rows([file], data)
     for row in rows[:SAMPLE]:
-        check_images(row)
+        check_media(row)
     return len(rows)

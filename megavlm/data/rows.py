@@ -5,7 +5,7 @@ import logging
 import math
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, TypeGuard, overload
@@ -22,8 +22,9 @@ from megavlm.data.chat import (
 )
 from megavlm.data.files import DataFile, expand
 from megavlm.data.image_decoding import decode
-from megavlm.data.image_sources import DataFolder, image_bytes, is_url
+from megavlm.data.image_sources import DataFolder, is_url, media_bytes
 from megavlm.data.tables import RecordBlock, cell_text, open_table
+from megavlm.data.video_sources import AnyVideo, check_video, is_fetched_video, read_video
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +40,8 @@ NULL_MEANS = {
 
 
 @dataclass(frozen=True)
-class Video:
-    """A video as frames that are already sampled: megavlm does not decode video files."""
-
-    frames: tuple[bytes, ...]  # images as they are stored, in order
-    fps: float  # frame rate of these frames: frame i is shown at i / fps seconds
-
-
-@dataclass(frozen=True)
 class Row:
-    """One question. Its images and frames stay encoded until they are used."""
+    """One question. Its images and videos stay encoded until they are used."""
 
     index: int  # position in all the files read together
     problem: str  # with one IMAGE_PLACEHOLDER per image, or none at all; a chat's last user text
@@ -56,14 +49,14 @@ class Row:
     images: tuple[bytes, ...]  # files as they are stored: PNG, JPEG, ...
     category: str  # "" if there is none
     source: str  # "file:row", for error messages
-    videos: tuple[Video, ...] = ()  # with one VIDEO_PLACEHOLDER per video, or none at all
+    videos: tuple[AnyVideo, ...] = ()  # with one VIDEO_PLACEHOLDER per video, or none at all
     extra: Mapping[str, Any] = field(default_factory=dict)  # columns for rewards and environments
     num_unfetched: int = 0  # number of images at URLs, which Rows.peek leaves out
     messages: tuple[Message, ...] = ()  # the whole chat; () if `problem` is all of it
     tools: tuple[Mapping[str, Any], ...] = ()  # tools that the chat's assistant may call
     response: Message | None = None  # the assistant's last message of a chat; `answer` is its text
     dataset: str = field(default="", compare=False)  # the data set's name: "photos/train"
-    is_fetched: bool = field(default=False, compare=False)  # some images came from the network
+    is_fetched: bool = field(default=False, compare=False)  # images or videos came from the network
 
 
 class Rows(Sequence[Row]):
@@ -79,8 +72,8 @@ class Rows(Sequence[Row]):
     - An image column holds an image or a list of images, in any form of image_sources.py. Paths
       are relative to the data file and stay inside its folder. Null or an empty list means that
       the row has no image; an empty text, such as an empty cell of a CSV file, is an error.
-    - The video column holds a video or a list of videos. A video is a struct of `frames`, a list of
-      images, and `fps`, the frames per second.
+    - The video column holds a video or a list of videos. A video is a file, in any form of
+      image_sources.py, or a struct of `frames`, a list of images, and `fps`, the frames per second.
     - Extra columns are kept unchanged; in CSV they are text.
 
     In JSONL a key that a line lacks is null. NaN is null, too, because pandas writes it for missing
@@ -95,7 +88,7 @@ class Rows(Sequence[Row]):
         self._data = data
         self.files = expand(files)
         # In a CSV file these columns are always text: the region "01" must not become the number 1.
-        texts = [name for key, name in _columns(data) if key != "data.video_key"]
+        texts = [name for _, name in _columns(data)]
         self._tables = [open_table(file, texts) for file in self.files]
         for file, table in zip(self.files, self._tables, strict=True):
             _check_columns(file, table.columns, data)
@@ -268,14 +261,15 @@ class _RowMaker:
             images=tuple(image for image in images if image is not None),
             category="" if category is None else cell_text(category),
             source=source,
-            videos=tuple(self._video(item) for item in videos),
+            videos=tuple(read_video(item, self.folder) for item in videos),
             extra={name: record.get(name) for name in data.extra_keys},
             num_unfetched=images.count(None),
             messages=() if whole else messages,
             tools=self._tools(),
             response=response,
             dataset=dataset,
-            is_fetched=self.fetches and any(is_url(item) for _, item in found),
+            is_fetched=self.fetches
+            and (any(is_url(item) for _, item in found) or any(map(is_fetched_video, videos))),
         )
 
     def _answer(self) -> str:
@@ -322,32 +316,24 @@ class _RowMaker:
         column.
         """
         try:
-            return None if not self.fetches and is_url(value) else image_bytes(value, self.folder)
+            return None if not self.fetches and is_url(value) else media_bytes(value, self.folder)
         except ValueError as error:
             raise ValueError(f"column {column!r}: {error}") from error
 
-    def _video(self, value: object) -> Video:
-        if not isinstance(value, dict) or not isinstance(value.get("frames"), list):
-            raise ValueError(
-                "a video must be a struct of frames (a list of images) and fps; "
-                "extract the frames from the video file first"
-            )
-        fps = value.get("fps")
-        if not isinstance(fps, int | float) or not 0 < fps < math.inf:
-            raise ValueError(f"a video's fps is {fps!r}; it must be a number above 0")
-        frames = (image_bytes(frame, self.folder) for frame in value["frames"])
-        return Video(tuple(frames), float(fps))
 
-
-def check_images(row: Row) -> None:
-    """Raise ValueError that names the row for an image or a frame that cannot be decoded."""
-    frames = (frame for video in row.videos for frame in video.frames)
-    for kind, files in (("image", row.images), ("frame", frames)):
-        for number, file in enumerate(files, 1):
-            try:
-                decode(file)
-            except ValueError as error:
-                raise ValueError(f"{row.source}: {kind} {number}: {error}") from error
+def check_media(row: Row) -> None:
+    """Raise ValueError that names the row for an image or a frame of a video that cannot be
+    decoded. Of a video file only the first frame is decoded.
+    """
+    parts: list[tuple[str, Callable[[Any], object], Any]] = [
+        *((f"image {i}", decode, image) for i, image in enumerate(row.images, 1)),
+        *((f"video {i}", check_video, video) for i, video in enumerate(row.videos, 1)),
+    ]
+    for name, check, part in parts:
+        try:
+            check(part)
+        except ValueError as error:
+            raise ValueError(f"{row.source}: {name}: {error}") from error
 
 
 def _columns(data: Data) -> list[tuple[str, str]]:

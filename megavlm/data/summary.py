@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megavlm.data.image_decoding import image_size
 from megavlm.data.processor import Processor
-from megavlm.data.rows import Row, Rows, check_images
+from megavlm.data.rows import Row, Rows, check_media
 
 MAX_REASONS = 20
 
@@ -67,7 +67,7 @@ def summarize(
         try:
             row = rows[index]
             num_tokens = processor.num_tokens(row)
-            check_images(row)
+            check_media(row)
             sizes = [image_size(image) for image in row.images]
             encoded = processor.answer_ids(row) if is_supervised else None
         except ValueError as error:

@@ -1,9 +1,9 @@
-"""Videos whose frames are already sampled: checked, decoded and processed. A family decides how
-frames are resized and which tokens stand for them (`Family.videos`).
+"""Videos of prompts: frames are sampled from files, checked, decoded and processed. A family
+decides how frames are resized and which tokens stand for them (`Family.videos`).
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,19 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megavlm.config.data import Data
 from megavlm.data.image_decoding import decode, image_size
 from megavlm.data.image_processing import ImageCache, PatchFormat, ProcessedImage
-from megavlm.data.rows import Video
+from megavlm.data.video_decoding import VideoHeader, decode_frames, read_header
+from megavlm.data.video_sources import AnyVideo, Video, VideoFile
 
-# Limit for all frames of a video together: 400 MB as RGB, or 768 frames of 448 x 336.
+# Limit for the frames of a video together: 400 MB as RGB, or 768 frames of 448 x 336.
 MAX_VIDEO_PIXELS = 2**27
+MIN_FRAMES = 4  # of a file that has so many, as in qwen-vl-utils
 
 Grid = tuple[int, int, int]  # (t, h, w) in patches
 
 
 @dataclass(frozen=True, eq=False)
 class ProcessedVideo(ProcessedImage):
-    """A resized video for the tower. Rollout servers do not get videos."""
+    """A resized video. Records show its first frame."""
 
     is_video: ClassVar[bool] = True
 
@@ -31,104 +34,180 @@ class ProcessedVideo(ProcessedImage):
     seconds_per_grid: float  # seconds from one frame of the grid to the next
 
 
+@dataclass(frozen=True)
+class Clip:
+    """The frames that a prompt shows of a video, not yet decoded.
+
+    times: Time of each frame in seconds. fps: Their rate. size: Width and height before resizing;
+    EXIF data may swap them. frames: Returns an iterator over the decoded frames [H, W, 3].
+    """
+
+    times: Sequence[float]
+    fps: float
+    size: tuple[int, int]
+    frames: Callable[[], Iterator[np.ndarray]]
+
+
 class VideoProcessor:
-    """Videos of a family's prompts. A family defines `resize` and `prompt_ids`.
+    """Videos of a family's prompts. A family defines `resized_size`, `resize` and `prompt_ids`.
 
     token_id: The token that a chat template writes for a video, and that features replace.
     format: Format of the tower's input.
     """
 
     def __init__(
-        self, token_id: int, format_: PatchFormat, max_frames: int, cache: ImageCache
+        self, token_id: int, format_: PatchFormat, max_frames: int, data: Data, cache: ImageCache
     ) -> None:
-        """Store the arguments. max_frames: Limit of the model folder's video processor."""
+        """Store the arguments. max_frames: Limit of the model folder's video processor, which
+        data.video_max_frames replaces.
+        """
         self.token_id, self.format = token_id, format_
-        self._step, self._max_frames, self._cache = format_.temporal, max_frames, cache
+        self._step, self._cache, self._fps = format_.temporal, cache, data.video_fps
+        self._max_frames, self._max_frames_name = max_frames, "the max_frames of the model folder"
+        if data.video_max_frames is not None:
+            self._max_frames, self._max_frames_name = data.video_max_frames, "data.video_max_frames"
 
-    def resize(self, frames: Tensor) -> Tensor:
-        """Resize frames [F, 3, H, W]."""
+    def resized_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        """Return the height and width of a resized frame."""
+        raise AssertionError("a family defines the size of its resized videos")
+
+    def resize(self, frame: Tensor, size: tuple[int, int]) -> Tensor:
+        """Resize a frame [3, H, W] to a height and width."""
         raise AssertionError("a family defines how its videos are resized")
 
     def prompt_ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
         """Return the tokens of a prompt for a video."""
         raise AssertionError("a family defines the tokens of its videos")
 
-    def video(self, video: Video) -> ProcessedVideo:
+    def video(self, video: AnyVideo) -> ProcessedVideo:
         """Decode and process a video, or return it from the cache.
 
-        Raises ValueError for frames that are not images or differ in size, for a single frame, and
-        for more frames or pixels than the limits.
+        Raises ValueError for frames that are not images or differ in size, for a single frame, for
+        more frames or pixels than the limits, and as `read_header` does.
         """
-        digest = _digest([repr(video.fps).encode(), *video.frames])
+        stored = [video.data] if isinstance(video, VideoFile) else video.frames
+        digest = _digest([repr(getattr(video, "fps", None)).encode(), *stored])
         processed = self._cache.get(digest)
         if processed is None:
-            self._check_limits(video)
-            processed = self._process(video, digest)
+            processed = self._process(self._clip(video), digest)
             self._cache.put(digest, processed)
         assert isinstance(processed, ProcessedVideo)
         return processed
 
-    def prompt_length(self, video: Video) -> int:
-        """Return the number of tokens of a prompt for a video, from the headers of its frames only.
-        Raises ValueError as `video` does.
+    def prompt_length(self, video: AnyVideo) -> int:
+        """Return the number of tokens of a prompt for a video, from the headers of its frames, or
+        the first frame of a file. Raises ValueError as `video` does.
         """
-        self._check_limits(video)
-        width, height = _one_size(image_size(frame) for frame in video.frames)
-        frames = torch.empty(len(video.frames), 3, height, width, device="meta")
+        clip = self._clip(video)
+        width, height = clip.size
         # EXIF data may swap height and width, with the same number of tokens.
-        grid = self.format.grid(len(frames), *self.resize(frames).shape[-2:])
-        return len(self.prompt_ids(grid, self.times(video)))
+        size = self._resized_size(clip, height, width)
+        grid = self.format.grid(len(clip.times), *size)
+        return len(self.prompt_ids(grid, self._grid_times(clip)))
 
-    def times(self, video: Video) -> tuple[float, ...]:
-        """Return the time of each frame of the grid in seconds. It is the mean time of the first
-        and the last video frame in it. The last video frame is repeated to fill the grid.
-        """
-        last = len(video.frames) - 1
-        return tuple(
-            (first / video.fps + min(first + self._step - 1, last) / video.fps) / 2
-            for first in range(0, last + 1, self._step)
-        )
-
-    def _check_limits(self, video: Video) -> None:
-        """Check the number of frames and pixels before any pixel is decoded."""
-        number, most = len(video.frames), self._max_frames
-        if number < 2:
+    def _clip(self, video: AnyVideo) -> Clip:
+        """Return the frames to show, after checks of their number and pixels."""
+        if isinstance(video, VideoFile):
+            return self._sampled(video)
+        number = len(video.frames)
+        if number > self._max_frames:
             raise ValueError(
-                f"a video of {number} frames needs at least 2; or store it as an image"
+                f"a video of {number} frames has more than {self._max_frames}, "
+                f"{self._max_frames_name}; take fewer, or raise data.video_max_frames"
             )
-        if number > most:
-            raise ValueError(
-                f"a video of {number} frames has more than {most}, the max_frames of the model "
-                "folder's video processor; take fewer"
-            )
-        pixels = sum(width * height for width, height in map(image_size, video.frames))
+        _check_several(number)
+        sizes = [image_size(frame) for frame in video.frames]
+        pixels = sum(width * height for width, height in sizes)
         if pixels > MAX_VIDEO_PIXELS:
             raise ValueError(
                 f"a video of {number} frames with {pixels} pixels is larger than the limit of "
                 f"{MAX_VIDEO_PIXELS}; take fewer or smaller frames"
             )
+        _check_one_size(sizes)
+        times = [index / video.fps for index in range(number)]
+        return Clip(times, video.fps, sizes[0], lambda: _decoded(video))
 
-    def _process(self, video: Video, digest: bytes) -> ProcessedVideo:
-        frames = [decode(frame) for frame in video.frames]
-        width, height = _one_size(frame.size for frame in frames)
-        pixels = np.stack([np.asarray(frame) for frame in frames])
-        resized = self.resize(torch.from_numpy(pixels).permute(0, 3, 1, 2))
-        size = f"video {len(frames)}x{width}x{height}:".encode()
+    def _sampled(self, video: VideoFile) -> Clip:
+        header = read_header(video.data)
+        _check_several(header.num_frames)
+        indices = sample_indices(header, self._fps, self._max_frames, self._step)
+        return Clip(
+            [index / header.fps for index in indices],
+            len(indices) / header.num_frames * header.fps,
+            (header.width, header.height),
+            lambda: decode_frames(video.data, indices),
+        )
+
+    def _grid_times(self, clip: Clip) -> tuple[float, ...]:
+        """Return the time of each frame of the grid in seconds. It is the mean time of the first
+        and the last video frame in it. The last video frame is repeated to fill the grid.
+        """
+        last = len(clip.times) - 1
+        return tuple(
+            (clip.times[first] + clip.times[min(first + self._step - 1, last)]) / 2
+            for first in range(0, last + 1, self._step)
+        )
+
+    def _resized_size(self, clip: Clip, height: int, width: int) -> tuple[int, int]:
+        number = len(clip.times)
+        size = self.resized_size(number, height, width)
+        if number * size[0] * size[1] > MAX_VIDEO_PIXELS:
+            raise ValueError(
+                f"a video of {number} frames has {number * size[0] * size[1]} pixels after "
+                f"resizing, more than the limit of {MAX_VIDEO_PIXELS}; lower data.video_fps, "
+                "data.video_max_frames or data.video_max_pixels"
+            )
+        return size
+
+    def _process(self, clip: Clip, digest: bytes) -> ProcessedVideo:
+        """Decode and resize frame by frame, so that only resized frames are in memory."""
+        number, content, size = len(clip.times), hashlib.sha256(), (0, 0)
+        resized: list[Tensor] = []
+        for index, frame in enumerate(clip.frames()):
+            height, width, _ = frame.shape
+            if index == 0:
+                first, size = frame.shape, self._resized_size(clip, height, width)
+                content.update(f"video {number}x{width}x{height}:".encode())
+            _check_one_size({first, frame.shape})
+            pixels = np.array(frame, order="C")  # a copy, as torch warns of pixels that are fixed
+            content.update(pixels.data)
+            small = self.resize(torch.from_numpy(pixels).permute(2, 0, 1), size)
+            resized.append(small.permute(1, 2, 0))
         return ProcessedVideo(
-            key=hashlib.sha256(size + pixels.tobytes()).hexdigest(),
-            pixels=resized.permute(0, 2, 3, 1).contiguous(),
+            key=content.hexdigest(),
+            pixels=torch.stack(resized).contiguous(),
             format=self.format,
             digest=digest,
-            times=self.times(video),
-            seconds_per_grid=self._step / video.fps,
+            times=self._grid_times(clip),
+            seconds_per_grid=self._step / clip.fps,
         )
 
 
-def _one_size(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    distinct = set(sizes)
-    if len(distinct) > 1:
-        raise ValueError(f"a video's frames have {len(distinct)} sizes; make them all the same")
-    return distinct.pop()
+def sample_indices(header: VideoHeader, fps: float, max_frames: int, step: int) -> list[int]:
+    """Return the indices of the frames that are sampled from a file: `fps` a second, evenly spread
+    from the first frame to the last, as qwen-vl-utils does.
+
+    Their number is a multiple of `step` and at most max_frames; at least MIN_FRAMES if the file has
+    them.
+    """
+    wanted = max(header.num_frames / header.fps * fps, MIN_FRAMES)
+    number = int(min(wanted, max_frames, header.num_frames)) // step * step
+    spread = np.linspace(0, header.num_frames - 1, number).round()
+    return [int(index) for index in spread]
+
+
+def _check_several(number: int) -> None:
+    if number < 2:
+        raise ValueError(f"a video of {number} frames needs at least 2; or store it as an image")
+
+
+def _check_one_size(sizes: Iterable[tuple[int, ...]]) -> None:
+    if (count := len(set(sizes))) > 1:
+        raise ValueError(f"a video's frames have {count} sizes; make them all the same")
+
+
+def _decoded(video: Video) -> Iterator[np.ndarray]:
+    return (np.asarray(decode(frame)) for frame in video.frames)
 
 
 def _digest(parts: Sequence[bytes]) -> bytes:

@@ -13,7 +13,7 @@ import pytest
 
 from megavlm.data import fetch as module
 from megavlm.data.fetch import fetch, is_public
-from megavlm.data.image_sources import DataFolder, image_bytes
+from megavlm.data.image_sources import DataFolder, media_bytes
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
@@ -239,4 +239,4 @@ def test_messages_hold_no_query() -> None:
 def test_rows_fetch_their_images(tmp_path: Path) -> None:
     with serving(give(b"image")) as server:
         for value in (server.url + "/a.png", {"bytes": None, "path": server.url}):
-            assert image_bytes(value, DataFolder(str(tmp_path))) == b"image"
+            assert media_bytes(value, DataFolder(str(tmp_path))) == b"image"

@@ -69,21 +69,28 @@ class QwenImages(ImageProcessor):
 
 
 class QwenVideos(VideoProcessor):
-    """Videos that a family shows by tokens of its own (`prompt_ids`)."""
+    """Videos that a family shows by tokens of its own (`prompt_ids`).
 
-    def __init__(self, hf_config: Any, processor: Any, cache: ImageCache) -> None:
+    bounds_all_frames: True if the processor's pixel bounds count all frames together, as in
+        Qwen3-VL, and not each frame.
+    """
+
+    bounds_all_frames: bool
+
+    def __init__(self, hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> None:
         """Wrap the Qwen2VLVideoProcessor or Qwen3VLVideoProcessor of transformers' `processor`. Its
-        own pixel bounds apply. They bound all frames together in Qwen3-VL, and each frame in the
-        other families.
+        own pixel bounds apply, and data.video_max_pixels.
         """
         videos = processor.video_processor
-        super().__init__(hf_config.video_token_id, _format_of(videos), videos.max_frames, cache)
-        self._processor = videos
+        token, format_ = hf_config.video_token_id, _format_of(videos)
+        super().__init__(token, format_, videos.max_frames, data, cache)
+        self._processor, self._max_pixels = videos, data.video_max_pixels
         # None has the effect of False, but warns. Older transformers (5.12) have no such bound.
         self._cap = bool(getattr(videos, "cap_pixels_per_frame", False))
 
-    def resize(self, frames: Tensor) -> Tensor:
-        """Resize frames [F, 3, H, W] as transformers does.
+    def resized_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        """Return the size that transformers gives the frames of a video. A frame has one token at
+        least.
 
         Raises ValueError for a transformers older than 5.19; with these versions only training on
         images is supported.
@@ -95,14 +102,37 @@ class QwenVideos(VideoProcessor):
                 "installed; install transformers 5.19 or leave rows with videos out"
             )
         resized: Tensor = processor.resize(
-            frames[None],
-            size=processor.size,
+            torch.empty(1, num_frames, 3, height, width, device="meta"),
+            size=self._bounds(num_frames),
             resample=processor.resample,
             factor=self.format.patch * self.format.merge,
             temporal_factor=self.format.temporal,
             cap_pixels_per_frame=self._cap,
+        )
+        return resized.shape[-2], resized.shape[-1]
+
+    def resize(self, frame: Tensor, size: tuple[int, int]) -> Tensor:
+        """Resize a frame [3, H, W] as transformers does."""
+        from transformers.image_processing_backends import TorchvisionBackend
+        from transformers.image_utils import SizeDict
+
+        processor, (height, width) = self._processor, size
+        wanted = SizeDict(height=height, width=width)
+        resized: Tensor = TorchvisionBackend.resize(
+            processor, frame[None], wanted, processor.resample
         )[0]
         return resized
+
+    def _bounds(self, num_frames: int) -> Any:
+        """Return the bounds on the pixels of a resized video, as transformers' SizeDict."""
+        from transformers.image_utils import SizeDict
+
+        low, high = self._processor.size["shortest_edge"], self._processor.size["longest_edge"]
+        if self._max_pixels is not None:
+            share = self._max_pixels // (1 if self.bounds_all_frames else num_frames)
+            high = min(high, max(share, 1))
+            low = min(low, high)
+        return SizeDict(shortest_edge=low, longest_edge=high)
 
 
 class MultimodalPositions:

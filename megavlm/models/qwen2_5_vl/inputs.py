@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megavlm.config.data import Data
 from megavlm.data.image_processing import ImageCache
 from megavlm.data.positions import Span
 from megavlm.data.videos import Grid, ProcessedVideo
@@ -22,14 +23,16 @@ __all__ = ["images", "model_inputs", "positions", "videos"]
 class TokensOnly(QwenVideos):
     """Videos of Qwen2.5-VL and Qwen2-VL: one run of video tokens. Only positions encode time."""
 
+    bounds_all_frames = False
+
     def prompt_ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
         t, h, w = grid
         return [self.token_id] * (t * h * w // self.format.merge**2)
 
 
-def videos(hf_config: Any, processor: Any, cache: ImageCache) -> TokensOnly:
+def videos(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> TokensOnly:
     """Return the videos of prompts."""
-    return TokensOnly(hf_config, processor, cache)
+    return TokensOnly(hf_config, processor, data, cache)
 
 
 def positions(hf_config: Any) -> MultimodalPositions:

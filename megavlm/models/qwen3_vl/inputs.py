@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from megavlm.config.data import Data
 from megavlm.data.image_processing import ImageCache
 from megavlm.data.positions import Span
 from megavlm.data.videos import Grid, ProcessedVideo
@@ -21,9 +22,11 @@ class TimestampedFrames(QwenVideos):
     between the tokens for vision start and vision end.
     """
 
-    def __init__(self, hf_config: Any, processor: Any, cache: ImageCache) -> None:
+    bounds_all_frames = True
+
+    def __init__(self, hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> None:
         """Wrap the video processor of transformers' Qwen3VLProcessor."""
-        super().__init__(hf_config, processor, cache)
+        super().__init__(hf_config, processor, data, cache)
         self._tokenizer = processor.tokenizer
         self._start: int = processor.vision_start_token_id
         self._end: int = processor.vision_end_token_id
@@ -37,9 +40,9 @@ class TimestampedFrames(QwenVideos):
         return [token for stamp in stamps for token in (*stamp, *frame)]
 
 
-def videos(hf_config: Any, processor: Any, cache: ImageCache) -> TimestampedFrames:
+def videos(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> TimestampedFrames:
     """Return the videos of prompts."""
-    return TimestampedFrames(hf_config, processor, cache)
+    return TimestampedFrames(hf_config, processor, data, cache)
 
 
 def positions(hf_config: Any) -> MultimodalPositions:

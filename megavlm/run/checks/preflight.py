@@ -24,7 +24,7 @@ from megavlm.config.optimizer import Optimizer
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
 from megavlm.config.transports import TRANSPORT_TRAITS, transports_with
-from megavlm.data.rows import Row, Rows, check_images
+from megavlm.data.rows import Row, Rows, check_media
 from megavlm.environments.processes import make_environments
 from megavlm.environments.registry import built_in_environments, find_environment
 from megavlm.inference.errors import RolloutServerError
@@ -165,7 +165,7 @@ def check_data(files: Sequence[str], config: Config, use: Literal["sft", "reward
     for index in range(min(len(rows), SAMPLE)):
         try:
             row = rows.peek(index)
-            check_images(row)
+            check_media(row)
             _check_use(row, config, use)
         except ValueError as error:
             if config.data.bad_samples == "refuse":

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from megavlm.data import image_sources
-from megavlm.data.image_sources import DataFolder, image_bytes, is_url
+from megavlm.data.image_sources import DataFolder, is_url, media_bytes
 from tests.conftest import read_rows
 
 
@@ -26,21 +26,21 @@ def encoded(format_: str) -> bytes:
 def test_base64_and_data_urls(tmp_path: Path, format_: str) -> None:
     data, place = encoded(format_), DataFolder(str(tmp_path))
     text = base64.b64encode(data).decode()
-    assert image_bytes(text, place) == data
-    assert image_bytes(text[:76] + "\n" + text[76:], place) == data
-    assert image_bytes(f"data:image/{format_.lower()};base64,{text}", place) == data
+    assert media_bytes(text, place) == data
+    assert media_bytes(text[:76] + "\n" + text[76:], place) == data
+    assert media_bytes(f"data:image/{format_.lower()};base64,{text}", place) == data
     quoted = "".join(f"%{byte:02x}" for byte in data)
-    assert image_bytes(f"data:image/png,{quoted}", place) == data
+    assert media_bytes(f"data:image/png,{quoted}", place) == data
 
 
 def test_structs_and_paths(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "x.png").write_bytes(b"file")
     place = DataFolder(str(tmp_path))
-    assert image_bytes({"bytes": b"bytes", "path": "a/x.png"}, place) == b"bytes"
-    assert image_bytes({"bytes": None, "path": "a/x.png"}, place) == b"file"
-    assert image_bytes("a/x.png", place) == b"file"
-    assert image_bytes("a/../a/x.png", place) == b"file"
+    assert media_bytes({"bytes": b"bytes", "path": "a/x.png"}, place) == b"bytes"
+    assert media_bytes({"bytes": None, "path": "a/x.png"}, place) == b"file"
+    assert media_bytes("a/x.png", place) == b"file"
+    assert media_bytes("a/../a/x.png", place) == b"file"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_structs_and_paths(tmp_path: Path) -> None:
 )
 def test_what_is_no_image_is_refused(tmp_path: Path, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        image_bytes(value, DataFolder(str(tmp_path)))
+        media_bytes(value, DataFolder(str(tmp_path)))
 
 
 def test_large_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_large_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "x.png").write_bytes(b"x" * 11)
     for value in (b"x" * 11, "x.png", "data:;base64," + "A" * 40):
         with pytest.raises(ValueError, match="more than the limit of 10"):
-            image_bytes(value, DataFolder(str(tmp_path)))
+            media_bytes(value, DataFolder(str(tmp_path)))
 
 
 def test_what_needs_the_network() -> None:

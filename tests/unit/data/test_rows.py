@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megavlm.config.data import Data
-from megavlm.data.rows import Row, Rows, Video
+from megavlm.data.rows import Row, Rows
+from megavlm.data.video_sources import Video
 from tests.conftest import read_rows
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -123,9 +124,9 @@ def test_forms_of_the_video_column(tmp_path: Path, videos: list[Any], type_: pa.
         ([{"frames": [b"1"], "fps": float("inf")}], "", r":0: a video's fps is inf"),
         ([{"frames": [b"1"], "fps": float("nan")}], "", r":0: a video's fps is nan"),
         ([{"frames": [b"1"], "fps": None}], "", r":0: a video's fps is None"),
-        ([{"frames": None, "fps": 1.0}], "", r":0: a video must be a struct of frames"),
+        ([{"frames": None, "fps": 1.0}], "", r":0: a video has neither bytes nor a path"),
         ([{"frames": [None], "fps": 1.0}], "", r":0: an image has neither bytes nor a path"),
-        ([None], "", r":0: a video must be a struct of frames"),
+        ([None], "", r":0: a video has neither bytes nor a path"),
     ],
 )
 def test_bad_videos_are_named(

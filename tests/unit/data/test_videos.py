@@ -13,7 +13,8 @@ from transformers import AutoConfig
 from megavlm.config.data import Data
 from megavlm.data.image_decoding import decode
 from megavlm.data.processor import Processor
-from megavlm.data.rows import Row, Video
+from megavlm.data.rows import Row
+from megavlm.data.video_sources import Video
 from megavlm.data.videos import MAX_VIDEO_PIXELS, ProcessedVideo
 from megavlm.families import FAMILIES, family_of
 from tests.support.samples import auto_processor, encode, image, our_processor
@@ -223,7 +224,7 @@ def test_vision_tokens_in_the_text_and_too_long_prompts_are_refused(folder_of: F
     with pytest.raises(ValueError, match=r"train\.parquet:3: 'problem' holds '<\|video_pad\|>'"):
         our_processor(folder).prompt(row("<video> <|video_pad|>", video(2)))
     short = Processor(folder, Data(max_prompt_tokens=10), family_of(folder))
-    with pytest.raises(ValueError, match=r"max_prompt_tokens=10; .* fewer frames"):
+    with pytest.raises(ValueError, match=r"max_prompt_tokens=10; .* data\.video_max_frames"):
         short.prompt(row("?", video(4)))
 
 
