@@ -55,24 +55,37 @@ class Tree:
         return tuple(key for segment in self.segments for key in segment.images)
 
     def branches(self) -> list[list[int]]:
-        """Return the branches below the root, as indices of segments: each is a child of the root
-        with its descendants.
+        """Return the parts that a tree may be cut into, as indices of segments: the segments of
+        each sequence, without those that all sequences have. Algorithms need whole sequences, so
+        that an episode is never cut.
+
+        The sequences of targets without columns are the children of the first segment.
         """
-        branches: list[list[int]] = []
-        owners = [0]
-        for index, segment in enumerate(self.segments[1:], 1):
-            owners.append(owners[segment.parent] if segment.parent > 0 else len(branches))
-            if segment.parent <= 0:
-                branches.append([])
-            branches[owners[-1]].append(index)
-        return branches
+        parts: dict[int, set[int]] = {}
+        tops: list[int] = []
+        for index, segment in enumerate(self.segments):
+            tops.append(tops[segment.parent] if segment.parent > 0 else -index)
+            if segment.is_target:
+                ids = None if segment.columns is None else segment.columns.sequence_ids
+                part = parts.setdefault(tops[index] if ids is None else int(ids[0]), set())
+                while index >= 0 and index not in part:
+                    part.add(index)
+                    index = self.segments[index].parent
+        shared = set.intersection(*parts.values()) if len(parts) > 1 else {0}
+        return [sorted(part - shared) for part in parts.values()]
+
+    @property
+    def shared(self) -> list[int]:
+        """The segments that are in no branch, and in every part of the tree."""
+        below = {index for branch in self.branches() for index in branch}
+        return [index for index in range(len(self.segments)) if index not in below]
 
     def part(self, branches: Collection[int]) -> "Tree":
-        """Return a tree of the root and the branches with these numbers, in ascending order."""
+        """Return a tree of the branches with these numbers, and of the segments in no branch."""
         every = self.branches()
         if len(branches) == len(every):
             return self
-        kept = [0, *(index for number in sorted(branches) for index in every[number])]
+        kept = sorted({*self.shared, *(index for number in branches for index in every[number])})
         places = {-1: -1} | {index: place for place, index in enumerate(kept)}
         segments = (self.segments[index] for index in kept)
         return Tree(tuple(replace(x, parent=places[x.parent]) for x in segments))

@@ -47,6 +47,7 @@ class Prompt:
     positions: Tensor  # [3, T] int64
     next_position: int  # position of the first response token
     images: tuple[ProcessedImage, ...]  # and videos (`is_video`), in the order of their tokens
+    image_starts: tuple[int, ...] = ()  # the first of the tokens of each image
     turns: tuple[LearntTurn, ...] = ()  # earlier turns that SFT learns in addition to the answer
     answer_ids: tuple[int, ...] = ()  # tokens of the answer that SFT learns
 
@@ -244,12 +245,15 @@ class Processor:
         encoded, videos = iter(row.images), iter(row.videos)
         before = iter(known)
         images: list[ProcessedImage] = []
+        starts: list[int] = []
         token_ids: list[int] = []
         bounds = {bound: (0, 0) for turn in turns for bound in turn}  # tokens and images before it
         try:
             for place, token in enumerate(short_ids):
                 if place in bounds:
                     bounds[place] = len(token_ids), len(images)
+                if token in self.vision_token_ids:
+                    starts.append(len(token_ids))
                 if token == self.image_token_id:
                     image = next(before, None) or self._images.image(next(encoded))
                     token_ids += self._images.prompt_ids(image.num_tokens)
@@ -271,6 +275,7 @@ class Processor:
             positions,
             next_position,
             tuple(images),
+            tuple(starts),
             tuple(LearntTurn(bounds[a][0], bounds[b][0], bounds[a][1]) for a, b in turns),
         )
 

@@ -17,8 +17,9 @@ from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Tree
 from megavlm.data.target_tokens import TargetColumns
 from megavlm.inference.protocol import Response
+from megavlm.rollout.group_tree import as_tensor, group_tree
 from megavlm.rollout.staleness import stale_tokens, staleness_metrics
-from megavlm.rollout.trajectory import Episode, Group, as_tensor, group_tree
+from megavlm.rollout.trajectory import Episode, Group
 
 SAMPLED_TOKENS = 200  # tokens of a turn whose log-probs are kept for the report
 
@@ -189,12 +190,21 @@ def _later_turns(episode: Episode, pieces: Pieces) -> list[dict[str, Any]]:
     return [
         {
             "message": prompt.row.problem,
-            "images": _files(prompt.images[len(before.images) :]),
+            "images": _files(_further_images(before.images, prompt.images)),
             "text": text,
             "tokens": partial(_tokens, response, pieces),
         }
         for before, prompt, text, response in turns
     ]
+
+
+def _further_images(
+    before: Sequence[ProcessedImage], images: Sequence[ProcessedImage]
+) -> Sequence[ProcessedImage]:
+    """Return the images from the first one on that is not in the same place before."""
+    pairs = enumerate(zip(before, images, strict=False))
+    known = next((i for i, (old, new) in pairs if old.key != new.key), len(before))
+    return images[known:]
 
 
 def _files(images: Sequence[ProcessedImage]) -> list[tuple[str, Callable[[], bytes]]]:

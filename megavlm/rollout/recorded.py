@@ -3,7 +3,8 @@ inspection.
 
 `token_ids` [T] int32 and `logprobs` [N] float32 are concatenated in the order of the metadata
 `groups`, a JSON list. For each group they have the tokens of the prompt; then, for each episode,
-the tokens of each response and of the observation after it. `logprobs` has values for response
+the tokens of each response and of the observation after it, or the whole prompt after it if this
+does not extend the turn. `logprobs` has values for response
 tokens only, rounded to float32 as in the trainer. Images are given as numbers: 0, 1, ... are the
 row's images, and -1, -2, ... the images that the environment made, with their pixels in `pixels.0`,
 `pixels.1`, ..., and the pictures of images in tiles in `picture.0`, `picture.1`, ...
@@ -108,12 +109,14 @@ class _Writer:
             "images": [image.key for image in prompt.images],
             "tokens": self._add(prompt.short_ids),
         }
-        if start.short_ids != prompt.short_ids or _keys(start) != _keys(prompt):
+        if not _are_equal(start, prompt):
             record["start"] = self._shown(start, 0, 0, known)
-        return record | {"episodes": [self._episode(e, known) for e in group.episodes]}
+        return record | {"episodes": [self._episode(e, start, known) for e in group.episodes]}
 
-    def _episode(self, episode: Episode, known: Mapping[str, int]) -> dict[str, Any]:
-        turns = []
+    def _episode(self, episode: Episode, start: Prompt, known: Mapping[str, int]) -> dict[str, Any]:
+        record, turns = dict[str, Any](), []
+        if not _are_equal(episode.prompts[0], start):
+            record["start"] = self._whole(episode.prompts[0], known)
         for number, (prompt, response) in enumerate(
             zip(episode.prompts, episode.responses, strict=True)
         ):
@@ -126,12 +129,19 @@ class _Writer:
             }
             self._logprobs += response.logprobs
             for following in episode.prompts[number + 1 : number + 2]:
-                before = len(prompt.short_ids) + len(response.token_ids)
-                turn["next"] = self._shown(following, before, len(prompt.images), known)
-                turn["next"]["message"] = following.row.problem
+                if _extends(following, prompt, response):
+                    before = len(prompt.short_ids) + len(response.token_ids)
+                    turn["next"] = self._shown(following, before, len(prompt.images), known)
+                    turn["next"]["message"] = following.row.problem
+                else:
+                    turn["next"] = self._whole(following, known) | {"is_whole": True}
             turns.append(turn)
         score = episode.score
-        return {"turns": turns, "score": asdict(score) | {"parts": dict(score.parts)}}
+        score_record = asdict(score) | {"parts": dict(score.parts)}
+        return record | {"turns": turns, "score": score_record}
+
+    def _whole(self, prompt: Prompt, known: Mapping[str, int]) -> dict[str, Any]:
+        return self._shown(prompt, 0, 0, known) | {"message": prompt.row.problem}
 
     def _shown(
         self, prompt: Prompt, num_ids: int, num_images: int, known: Mapping[str, int]
@@ -191,6 +201,8 @@ class _Reader:
         return Group(prompt, episodes=[self._episode(prompt, start, e) for e in record["episodes"]])
 
     def _episode(self, base: Prompt, start: Prompt, record: Mapping[str, Any]) -> Episode:
+        if "start" in record:
+            start = self._prompt(base, start, (), (), record["start"])
         prompt: Prompt | None = start
         episode = Episode(start)
         score = Score(**record["score"])
@@ -205,8 +217,10 @@ class _Reader:
             )
             following = None
             if "next" in turn:
-                before = (*prompt.short_ids, *response.token_ids)
-                following = self._prompt(base, prompt, before, prompt.images, turn["next"])
+                before = (*prompt.short_ids, *response.token_ids), prompt.images
+                if "is_whole" in turn["next"]:
+                    before = (), ()
+                following = self._prompt(base, prompt, *before, turn["next"])
             text = self._processor.decode(response.token_ids)
             episode.add_turn(response, text, turn["reward"], score, following)
             prompt = following
@@ -231,6 +245,16 @@ class _Reader:
 
 def _take(values: Iterator[Any], count: int) -> tuple[Any, ...]:
     return tuple(islice(values, count))
+
+
+def _are_equal(prompt: Prompt, other: Prompt) -> bool:
+    return prompt.short_ids == other.short_ids and _keys(prompt) == _keys(other)
+
+
+def _extends(following: Prompt, prompt: Prompt, response: Response) -> bool:
+    known = (*prompt.short_ids, *response.token_ids)
+    images = _keys(prompt)
+    return following.short_ids[: len(known)] == known and _keys(following)[: len(images)] == images
 
 
 def _keys(prompt: Prompt) -> list[str]:

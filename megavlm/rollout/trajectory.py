@@ -1,19 +1,11 @@
-"""Episodes and groups, from their start to the trees that training uses."""
+"""Episodes and groups, from their start to their rewards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
-
-import numpy as np
-import torch
-from torch import Tensor
+from itertools import chain
 
 from megavlm.config.curriculum import CurriculumStage
-from megavlm.data.image_processing import ProcessedImage
-from megavlm.data.packing import Segment, Tree
-from megavlm.data.positions import text_positions
 from megavlm.data.processor import Prompt
-from megavlm.data.target_tokens import TargetColumns
 from megavlm.inference.protocol import Response
 from megavlm.rewards.base import Score
 from megavlm.rollout.timed_environment import TimedEnvironment
@@ -24,7 +16,7 @@ class Episode:
     """A trajectory of turns between policy and environment. It is filled while it is played.
 
     prompts, responses, texts and rewards have one item per turn; a turn's prompt includes all
-    tokens before its response.
+    tokens before its response. Usually it extends the turn before, but it need not.
     """
 
     next_prompt: Prompt | None  # None: the episode has ended
@@ -139,39 +131,3 @@ class Group:
     @property
     def scores(self) -> list[Score]:
         return [episode.score for episode in self.episodes]
-
-
-def group_tree(group: Group, columns: Sequence[TargetColumns]) -> Tree:
-    """Return a tree with the prompt as its root and each episode below it as a chain of responses
-    and observations. columns: Columns of each episode's sampled tokens.
-    """
-    prompt = group.start
-    root = Segment(prompt.token_ids, prompt.positions, -1, False, images=_keys(prompt.images))
-    segments = [root]
-    for episode, its_columns in zip(group.episodes, columns, strict=True):
-        parent, start = 0, 0
-        turns = zip_longest(episode.prompts, episode.responses, episode.prompts[1:])
-        for before, response, following in turns:
-            ids = response.token_ids
-            end = start + len(ids)
-            part = its_columns.select(slice(start, end))
-            positions = text_positions(len(ids), before.next_position)
-            segments.append(Segment(as_tensor(ids, np.int64), positions, parent, True, part))
-            parent, start = len(segments) - 1, end
-            if following is not None:
-                known = len(before.token_ids) + len(ids)
-                observed = following.token_ids[known:]
-                positions = following.positions[:, known:]
-                images = _keys(following.images[len(before.images) :])
-                segments.append(Segment(observed, positions, parent, False, images=images))
-                parent = len(segments) - 1
-    return Tree(tuple(segments))
-
-
-def as_tensor(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
-    """Convert Python numbers to a tensor, seven times as fast as torch.tensor does."""
-    return torch.from_numpy(np.fromiter(values, dtype, len(values)))
-
-
-def _keys(images: Sequence[ProcessedImage]) -> tuple[str, ...]:
-    return tuple(image.key for image in images)

@@ -79,13 +79,16 @@ class Conversation:
         for index, parent in zip(indices, parents, strict=True):
             turn = self.turns[index]
             weight = token_weights(len(turn.token_ids), index) * (index in counted)
+            # A sequence is a branch below the root.
+            sequence_ids = torch.full_like(turn.token_ids, self._path(index)[:2][-1])
+            its_columns = columns(len(weight), loss_weights=weight, sequence_ids=sequence_ids)
             segments.append(
                 Segment(
                     turn.token_ids,
                     self._positions(index),
                     parent,
                     is_target=turn.is_response,
-                    columns=columns(len(weight), loss_weights=weight) if turn.is_response else None,
+                    columns=its_columns if turn.is_response else None,
                     images=tuple(image.key for image in turn.images),
                 )
             )

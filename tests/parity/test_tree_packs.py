@@ -1,5 +1,5 @@
 """A tree equals the sequences from its root to its leaves, each computed by itself: in our own
-model, and in transformers.
+model, and in transformers. The tree of a group equals its calls.
 """
 
 from collections.abc import Sequence
@@ -9,17 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.data.packing import Pack, Tree, make_pack
+from megavlm.data.packing import Pack, Tree, make_pack, prompt_tree
+from megavlm.data.target_tokens import TargetColumns
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import MEMORY
+from megavlm.rollout.group_tree import group_tree
 from tests.parity.conversations import Conversation, expect, two_conversations
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
+from tests.parity.reference import token_weights
 from tests.parity.runs import Run, difference
 from tests.parity.table import LAYOUTS, Ranks
 from tests.support.cache import cached_value
+from tests.support.calls import branching_group
+from tests.support.columns import columns
 from tests.support.fork import launch
 from tests.support.levels import slow
+from tests.support.random_images import image
 
 pytestmark = pytest.mark.parity
 TOLERANCE = 1e-5
@@ -42,6 +48,53 @@ def test_a_tree_equals_its_sequences(arguments: tuple[Any, ...], layout: str) ->
     for results in launch(ranks.world_size, compare, *arguments, ranks):
         for name, value in results.items():
             assert value < TOLERANCE, name
+
+
+@pytest.mark.parametrize("layout", ["TP2+SP", "PP2", "CP2"])
+def test_a_group_whose_calls_branch_equals_its_calls(
+    arguments: tuple[Any, ...], layout: str
+) -> None:
+    folder, ranks = arguments[0], LAYOUTS[layout]
+    for results in launch(ranks.world_size, compare_calls, folder, ranks):
+        for name, value in results.items():
+            assert value < TOLERANCE, name
+
+
+def compare_calls(folder: Path, ranks: Ranks) -> dict[str, float]:
+    """The largest relative differences on this rank."""
+    inputs = inputs_of(folder)
+    sizes = (64, 64), (96, 64), (64, 128), (64, 64)
+    group = branching_group(inputs.processor, [image(*x, i) for i, x in enumerate(sizes)])
+    weights = [
+        [token_weights(len(r.token_ids), i) for i, r in enumerate(episode.responses)]
+        for episode in group.episodes
+    ]
+    tree = group_tree(group, [of_weights(torch.cat(x), i) for i, x in enumerate(weights)])
+    calls = [
+        prompt_tree(prompt, [response.token_ids], [of_weights(its, 0)])
+        for episode, each in zip(group.episodes, weights, strict=True)
+        for prompt, response, its in zip(episode.prompts, episode.responses, each, strict=True)
+    ]
+    options = ModelOptions(freeze_tower=False, freeze_merger=False)
+    shown = {x.key: x for prompt in group.prompts for x in prompt.images}
+    run = Run.start(folder, inputs.config, ranks, options, shown)
+    together = packs([[tree]], inputs.config, ranks)
+    apart = packs([[call] for call in calls], inputs.config, ranks)
+    cut = packs([[tree.part([i])] for i in range(2)], inputs.config, ranks)
+    (logits,) = run.logits(together)
+    results = {
+        "logits": difference(logits, torch.cat(run.logits(apart))),
+        "logits of a cut tree": difference(logits, torch.cat(run.logits(cut))),
+    }
+    gradients, others = run.backward(together), run.backward(apart)
+    for name, gradient in others.items():
+        results[f"gradient of {name}"] = difference(gradients[name], gradient)
+    return results
+
+
+def of_weights(weights: torch.Tensor, sequence: int) -> TargetColumns:
+    ids = torch.full((len(weights),), sequence)
+    return columns(len(weights), loss_weights=weights, sequence_ids=ids)
 
 
 def compare(

@@ -28,10 +28,21 @@ def segment(
 
 
 def tree(prompt: int, responses: Sequence[int], image: str) -> Tree:
-    """Each target token has its own number in `rewards`: its place in its response."""
+    """Each response is a sequence. Each target token has its own number in `rewards`: its place in
+    its response.
+    """
     children = [
-        segment(length, prompt, 0, columns(length, rewards=torch.arange(float(length))))
-        for length in responses
+        segment(
+            length,
+            prompt,
+            0,
+            columns(
+                length,
+                rewards=torch.arange(float(length)),
+                sequence_ids=torch.full((length,), number),
+            ),
+        )
+        for number, length in enumerate(responses)
     ]
     return Tree((segment(prompt, 0, -1, images=(image,)), *children))
 

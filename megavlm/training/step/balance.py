@@ -18,7 +18,7 @@ PARTNERS = 32  # about twice this many parts at most are compared with the costl
 
 
 class Item(NamedTuple):
-    """The root of tree `tree` with some of its branches; it becomes a separate tree in its pack."""
+    """Tree `tree` with some of its branches; it becomes a separate tree in its pack."""
 
     tree: int
     branches: tuple[int, ...]
@@ -28,7 +28,9 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeSize:
-    """Tokens and cost of a tree's root, and of each branch below it."""
+    """Tokens and cost of a tree's root, the segments that every part of it has, and of each branch.
+    A segment of some branches, but not of all, counts in each of them.
+    """
 
     root_tokens: int
     root_cost: float
@@ -39,10 +41,10 @@ class TreeSize:
     def of(cls, tree: Tree, costs: Sequence[float]) -> "TreeSize":
         """Return the sizes of a tree. costs: Cost of each segment."""
         lengths = [len(segment.token_ids) for segment in tree.segments]
-        branches = tree.branches()
+        branches, shared = tree.branches(), tree.shared
         return cls(
-            lengths[0],
-            costs[0],
+            sum(lengths[i] for i in shared),
+            sum(costs[i] for i in shared),
             tuple(sum(lengths[i] for i in branch) for branch in branches),
             tuple(sum(costs[i] for i in branch) for branch in branches),
         )

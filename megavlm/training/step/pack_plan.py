@@ -1,8 +1,8 @@
 """Plan of packs: assigns trees to data-parallel ranks and packs, and minimizes the modelled time of
 the slowest rank.
 
-A tree may be cut below its root, the prompt. Each part then repeats the prompt and computes its
-tokens again. So a tree is cut only if it exceeds a pack, if ranks would otherwise wait for one
+A tree may be cut between its episodes. Each part then repeats the prompt and computes its tokens
+again. So a tree is cut only if it exceeds a pack, if ranks would otherwise wait for one
 another, or if more packs shorten a pipeline's bubble by more than the repeated prompts cost.
 """
 

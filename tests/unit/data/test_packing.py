@@ -33,7 +33,11 @@ def trees(draw: st.DrawFn) -> Tree:
         drawn = None
         if is_target:
             names = ("advantages", "old_logprobs")
-            drawn = columns(size, **{name: torch.tensor(draw(numbers(size))) for name in names})
+            drawn = columns(
+                size,
+                sequence_ids=torch.full((size,), draw(st.integers(0, 2))),
+                **{name: torch.tensor(draw(numbers(size))) for name in names},
+            )
         segments.append(
             Segment(
                 token_ids=torch.tensor(
@@ -209,24 +213,30 @@ def leaf(size: int) -> Tree:
 
 
 @given(trees(), st.randoms())
-def test_parts_of_a_tree_repeat_its_root_alone(tree: Tree, rng: random.Random) -> None:
-    """Each segment below the root is in one part, behind what it continues."""
+def test_parts_of_a_tree_have_whole_sequences_with_their_context(
+    tree: Tree, rng: random.Random
+) -> None:
     numbers = list(range(len(tree.branches())))
     rng.shuffle(numbers)
     cut = rng.randint(0, len(numbers))
     parts = [tree.part(numbers[:cut]), tree.part(numbers[cut:])]
-    below = [segment for part in parts for segment in part.segments[1:]]
-    assert sorted(id(s.token_ids) for s in below) == sorted(
-        id(s.token_ids) for s in tree.segments[1:]
-    )
+    assert len(tree.shared) > 0, "the root is in every part"
+    places = {id(segment.token_ids): index for index, segment in enumerate(tree.segments)}
+    found: list[set[int]] = []
     for part in parts:
-        assert part.segments[0].token_ids is tree.segments[0].token_ids
+        whole = [places[id(segment.token_ids)] for segment in part.segments]
+        assert whole == sorted(whole) and set(tree.shared) <= set(whole)
+        found.append({i for i in whole if tree.segments[i].is_target})
         for index, segment in enumerate(part.segments):
-            whole = next(i for i, s in enumerate(tree.segments) if s.token_ids is segment.token_ids)
-            assert segment.images == tree.segments[whole].images
-            path = [part.segments[i].token_ids for i in chain(part, index)]
-            expected = [tree.segments[i].token_ids for i in chain(tree, whole)]
-            assert [id(x) for x in path] == [id(x) for x in expected]
+            assert segment.images == tree.segments[whole[index]].images
+            assert [whole[i] for i in chain(part, index)] == chain(tree, whole[index])
+    for index, segment in enumerate(tree.segments):
+        if segment.columns is not None and index not in tree.shared:
+            its = [part for part in found if index in part]
+            sequence = int(segment.columns.sequence_ids[0])
+            for other, columns in enumerate(s.columns for s in tree.segments):
+                if columns is not None and columns.sequence_ids[0] == sequence:
+                    assert all(other in part for part in its)
 
 
 @pytest.mark.parametrize(

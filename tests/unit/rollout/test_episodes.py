@@ -19,8 +19,9 @@ from megavlm.inference.requests import RequestRefused, RequestTimedOut
 from megavlm.rewards.base import RewardStop
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.episodes import example
+from megavlm.rollout.group_tree import group_tree
 from megavlm.rollout.groups import policy_trees, rollout_metrics
-from megavlm.rollout.trajectory import Group, group_tree
+from megavlm.rollout.trajectory import Group
 from tests.support.columns import columns
 from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner, fails, graded, play
 

@@ -21,6 +21,8 @@ from megavlm.rollout.trajectory import Episode, Group
 from megavlm.run.checks.preflight import check_replay
 from megavlm.training.step.tree_arrays import trees_to_arrays
 from tests.conftest import png
+from tests.support.calls import branching_group
+from tests.support.random_images import image as random_image
 from tests.unit.rollout.scripted import ROW, Policy
 
 ROWS: Any = [None] * 5 + [ROW]
@@ -83,6 +85,21 @@ def test_a_step_reads_as_it_was_written(
     assert texts == [["1", "two"]] * 2
     assert records[0]["responses"][1]["parts"] == {"seen": 1.0}
     assert records[0]["responses"][0]["tokens"]()[-1][0] == "<|im_end|>"
+
+
+def test_branches_read_as_they_were_written(tmp_path: Path, processor: Processor) -> None:
+    images = [png(56, 56), png(84, 112), png(28, 56), random_image(56, 56, 1)]
+    row = replace(ROW, problem="<image>One 1<image>two 2", images=tuple(images[:2]))
+    group, recorded = branching_group(processor, images, row), RecordedRollouts(tmp_path)
+    recorded.save(1, [group])
+    read = recorded.load(1, [*ROWS[:5], row], processor)
+    before, after = arrays([group]), arrays(read)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for mine, theirs in zip(read[0].prompts, group.prompts, strict=True):
+        assert mine.short_ids == theirs.short_ids and mine.positions.equal(theirs.positions)
+    (record,) = sample_records(read, processor.pieces)
+    shown = [len(turn["images"]) for turn in record["responses"][0]["turns"]]
+    assert shown == [2, 0, 2, 2, 0], "a turn shows the images from the first other one on"
 
 
 def test_images_of_rows_are_not_written(tmp_path: Path, processor: Processor) -> None:

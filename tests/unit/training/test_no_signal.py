@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from megavlm.algorithms.segments import alone
 from megavlm.config.algorithm import GRPO, PPO
 from megavlm.data.packing import make_pack
 from megavlm.data.positions import text_positions
+from megavlm.data.processor import Prompt
+from megavlm.data.rows import Row
 from megavlm.inference.protocol import Response
 from megavlm.rewards.base import Score
 from megavlm.rollout.groups import (
@@ -34,28 +35,23 @@ ESTIMATORS = [
 ]
 
 
-def prompt(length: int) -> Any:
-    return SimpleNamespace(
-        token_ids=torch.arange(length),
-        positions=text_positions(length, 0),
-        next_position=length,
-        images=(),
-        row=SimpleNamespace(category="", problem="?", answer="", source=""),
-    )
+def prompt(*ids: int) -> Prompt:
+    row = Row(0, "?", "", (), "", "")
+    return Prompt(row, torch.tensor(ids), ids, text_positions(len(ids), 0), len(ids), ())
 
 
 def episode(
     *rewards: float, lengths: Sequence[int] = (), skipped: bool = False, cut: bool = False
 ) -> Episode:
     """A turn for each reward, of two tokens where `lengths` say nothing else."""
-    played, known = Episode(None), 3
+    played, known = Episode(None), [0, 1, 2]
     for reward, length in zip(rewards, lengths or [2] * len(rewards), strict=True):
         finish: Any = "length" if cut else "stop"
-        played.prompts.append(prompt(known))
+        played.prompts.append(prompt(*known))
         played.responses.append(Response((7,) * length, (-0.5,) * length, finish, "0"))
         played.texts.append("")
         played.rewards.append(reward)
-        known += length + 1
+        known += [7] * length + [1]
     failure = "timeout" if skipped else None
     played.score = Score(sum(rewards), False, failure=failure, skipped=skipped)
     return played
@@ -81,7 +77,7 @@ def group(*rewards: float, skipped: Sequence[int] = (), cut: bool = False) -> Gr
 
 
 def group_of(episodes: list[Episode]) -> Group:
-    return Group(prompt(3), episodes=episodes)
+    return Group(prompt(0, 1, 2), episodes=episodes)
 
 
 @pytest.mark.parametrize("settings", ESTIMATORS)

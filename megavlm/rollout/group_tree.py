@@ -1,0 +1,182 @@
+"""The tree of a group, made of the calls of its episodes. A call is a prompt with the response that
+was sampled for it. A prompt need not extend the prompt before it: where it differs, the tree has a
+branch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megavlm.data.packing import Segment, Tree
+from megavlm.data.positions import text_positions
+from megavlm.data.processor import Prompt
+from megavlm.data.target_tokens import TargetColumns
+from megavlm.inference.protocol import Response
+from megavlm.rollout.trajectory import Group
+
+
+def group_tree(group: Group, columns: Sequence[TargetColumns]) -> Tree:
+    """Return the calls of a group's episodes as one tree. columns: Columns of each episode's
+    sampled tokens.
+
+    A response is a target once, below the prompt that it was sampled for. A prompt shares its
+    longest prefix that is in the tree: with earlier calls of its episode and their responses, and
+    with the prompts of other episodes up to a response. Prompts without a common first token have
+    separate roots. Targets are in the order of episodes and calls.
+    """
+    tree = _CallTree()
+    for number, (episode, its_columns) in enumerate(zip(group.episodes, columns, strict=True)):
+        start = 0
+        for prompt, response in zip(episode.prompts, episode.responses, strict=True):
+            end = start + len(response.token_ids)
+            tree.add(number, prompt, response, its_columns.select(slice(start, end)))
+            start = end
+    return tree.to_tree()
+
+
+def as_tensor(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
+    """Convert Python numbers to a tensor, seven times as fast as torch.tensor does."""
+    return torch.from_numpy(np.fromiter(values, dtype, len(values)))
+
+
+IntArray = npt.NDArray[np.int64]
+Images = Sequence[tuple[int, str]]  # start among the tokens, and key
+
+
+@dataclass(eq=False)
+class _Node:
+    """A segment that grows into a tree.
+
+    owner: The episode whose response it is or continues; None for a prompt that no response
+    precedes. images: The images that start in it.
+    """
+
+    token_ids: Tensor  # [S] int64
+    positions: Tensor  # [3, S] int64
+    parent: "_Node | None"
+    owner: int | None
+    columns: TargetColumns | None = None  # [S], for a response
+    images: Images = ()
+    children: list["_Node"] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ids = self.token_ids.numpy()
+
+
+class _CallTree:
+    def __init__(self) -> None:
+        self._nodes: list[_Node] = []  # parents before their children
+        self._roots: list[_Node] = []
+
+    def add(self, episode: int, prompt: Prompt, response: Response, columns: TargetColumns) -> None:
+        """Add a call of an episode, after its earlier calls and those of earlier episodes."""
+        node = self._insert(episode, prompt)
+        ids = as_tensor(response.token_ids, np.int64)
+        positions = text_positions(len(ids), prompt.next_position)
+        self._append(_Node(ids, positions, node, episode, columns))
+
+    def to_tree(self) -> Tree:
+        places: dict[_Node | None, int] = {node: index for index, node in enumerate(self._nodes)}
+        places[None] = -1
+        return Tree(
+            tuple(
+                Segment(
+                    node.token_ids,
+                    node.positions,
+                    places[node.parent],
+                    node.columns is not None,
+                    node.columns,
+                    tuple(key for _, key in node.images),
+                )
+                for node in self._nodes
+            )
+        )
+
+    def _insert(self, episode: int, prompt: Prompt) -> _Node:
+        """Return the node at whose end the prompt ends, after adding the tokens that are not in the
+        tree.
+        """
+        images = [
+            (start, image.key)
+            for start, image in zip(prompt.image_starts, prompt.images, strict=True)
+        ]
+        node, known = self._longest_match(episode, prompt.token_ids.numpy(), images)
+        if known < len(prompt.token_ids):
+            owner = None if node is None else node.owner
+            shown = _between(images, known, len(prompt.token_ids))
+            ids, positions = prompt.token_ids[known:], prompt.positions[:, known:]
+            node = self._append(_Node(ids, positions, node, owner, images=shown))
+        assert node is not None, "a prompt has tokens"
+        return node
+
+    def _append(self, node: _Node) -> _Node:
+        self._nodes.append(node)
+        (self._roots if node.parent is None else node.parent.children).append(node)
+        return node
+
+    def _longest_match(
+        self, episode: int, ids: IntArray, images: Images
+    ) -> tuple[_Node | None, int]:
+        """Return the node at whose end the longest prefix of a prompt ends that the episode finds
+        in the tree, and the length of the prefix. The node is cut there first.
+        """
+        best, best_offset, longest = None, 0, 0
+        # Nodes to compare, each with the number of tokens before it. Responses may be equal, so
+        # that several children can match.
+        open_nodes = [(node, 0) for node in reversed(self._roots)]
+        while open_nodes:
+            node, before = open_nodes.pop()
+            if node.owner not in (None, episode):
+                continue
+            count = _common(node, ids[before:], _between(images, before, before + len(node.ids)))
+            if before + count > longest:
+                best, best_offset, longest = node, count, before + count
+            if count == len(node.ids):
+                open_nodes += [(child, before + count) for child in reversed(node.children)]
+        if best is not None and best_offset < len(best.ids):
+            best = self._cut(best, best_offset)
+        return best, longest
+
+    def _cut(self, node: _Node, count: int) -> _Node:
+        """Cut a node after `count` tokens. Returns the first part."""
+        rest = replace(
+            node,
+            token_ids=node.token_ids[count:],
+            positions=node.positions[:, count:],
+            parent=node,
+            columns=None if node.columns is None else node.columns.select(slice(count, None)),
+            images=_between(node.images, count, len(node.ids)),
+        )
+        for child in rest.children:
+            child.parent = rest
+        self._nodes.insert(self._nodes.index(node) + 1, rest)
+        first = slice(count)
+        node.token_ids, node.positions = node.token_ids[first], node.positions[:, first]
+        node.columns = None if node.columns is None else node.columns.select(first)
+        node.images, node.children = _between(node.images, 0, count), [rest]
+        node.ids = node.token_ids.numpy()
+        return node
+
+
+def _common(node: _Node, ids: IntArray, images: Images) -> int:
+    """Return the number of tokens at the start of `ids` that are the node's. images: The images
+    that start in them.
+    """
+    size = min(len(node.ids), len(ids))
+    differing = (node.ids[:size] != ids[:size]).nonzero()[0]
+    count = int(differing[0]) if len(differing) else size
+    # Images of one size have the same tokens, and a response may hold them as text.
+    for pair in zip_longest(node.images, images):
+        if pair[0] != pair[1]:
+            return min(count, *(image[0] for image in pair if image is not None))
+    return count
+
+
+def _between(images: Images, first: int, end: int) -> Images:
+    """Return the images that start from token `first` to token `end` - 1, counted from `first`."""
+    return [(start - first, key) for start, key in images if first <= start < end]

@@ -1,0 +1,68 @@
+"""Episodes whose calls branch, made of token ids and images."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megavlm.data.processor import Processor, Prompt
+from megavlm.data.rows import Row
+from megavlm.inference.protocol import Response
+from megavlm.rewards.base import Score
+from megavlm.rollout.trajectory import Episode, Group
+
+
+def respond(seed: int, size: int, limit: int = 250) -> Response:
+    """Return a response of random tokens."""
+    generator = np.random.default_rng(seed)
+    ids = tuple(generator.integers(0, limit, size).tolist())
+    return Response(ids, tuple(-0.01 * i - seed for i in range(size)), "stop", "0")
+
+
+def episode(*calls: tuple[Prompt, Response]) -> Episode:
+    """Return a played episode."""
+    played = Episode(calls[0][0])
+    for prompt, response in calls:
+        played.next_prompt = prompt
+        played.add_turn(response, "", 1.0, Score(0.0, False), None)
+    return played
+
+
+def branching_group(processor: Processor, images: Sequence[bytes], row: Row | None = None) -> Group:
+    """Return two episodes with a branch of every kind: in the prompt, at an image, in an
+    observation, after a response and within one. images: Four images, of which the first and the
+    last have one size. row: A row of the first two.
+    """
+    rows = [
+        row or Row(0, "<image>One 1<image>two 2", "", tuple(images[:2]), "", "branches"),
+        Row(0, "<image>See <image>", "", tuple(images[1:3]), "", "branches"),
+        Row(0, "<image>", "", tuple(images[3:]), "", "branches"),
+    ]
+    start, shown, other = map(processor.prompt, rows)
+    first, second = start.images
+
+    def prompt(ids: Sequence[int], *images_: object) -> Prompt:
+        return processor.with_images(rows[0], ids, images_)  # type: ignore[arg-type]
+
+    ids, said = start.short_ids, respond(1, 5)
+    seen = (*ids, *said.token_ids, *shown.short_ids)
+    return Group(
+        start,
+        episodes=[
+            episode(
+                (start, said),
+                (prompt(seen, first, second, *shown.images), respond(2, 4)),
+                # in the observation, before its second image
+                (prompt((*seen[:-7], 3, 4), first, second, shown.images[0]), respond(3, 6)),
+                # another image of the same size, and what follows it
+                (prompt(ids, other.images[0], second), respond(4, 3)),
+                # within the first response
+                (prompt((*ids, *said.token_ids[:2], 9, 8, 7), first, second), respond(5, 2)),
+                (start, respond(6, 1)),
+            ),
+            episode(
+                (prompt((*ids[:-3], 5, 6), first, second), respond(7, 4)),
+                (prompt((*ids[:-3], 5), first, second), respond(8, 1)),
+                (start, respond(1, 5)),  # as the other episode said
+            ),
+        ],
+    )
