@@ -59,15 +59,19 @@ class Tree:
         each sequence, without those that all sequences have. Algorithms need whole sequences, so
         that an episode is never cut.
 
-        The sequences of targets without columns are the children of the first segment.
+        A target without columns belongs to the sequence that it continues, or begins one.
         """
         parts: dict[int, set[int]] = {}
-        tops: list[int] = []
+        owners: list[int | None] = []  # the sequence that each segment belongs to or continues
         for index, segment in enumerate(self.segments):
-            tops.append(tops[segment.parent] if segment.parent > 0 else -index)
-            if segment.is_target:
-                ids = None if segment.columns is None else segment.columns.sequence_ids
-                part = parts.setdefault(tops[index] if ids is None else int(ids[0]), set())
+            owner = owners[segment.parent] if segment.parent >= 0 else None
+            if segment.is_target and segment.columns is not None:
+                owner = int(segment.columns.sequence_ids[0])
+            elif segment.is_target and owner is None:
+                owner = -index
+            owners.append(owner)
+            if owner is not None:
+                part = parts.setdefault(owner, set())
                 while index >= 0 and index not in part:
                     part.add(index)
                     index = self.segments[index].parent
