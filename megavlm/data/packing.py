@@ -57,7 +57,7 @@ class Tree:
     def branches(self) -> list[list[int]]:
         """Return the parts that a tree may be cut into, as indices of segments: the segments of
         each sequence, without those that all sequences have. Algorithms need whole sequences, so
-        that an episode is never cut.
+        that an episode is never cut. Every path of a tree with targets ends with a response.
 
         A target without columns belongs to the sequence that it continues, or begins one.
         """

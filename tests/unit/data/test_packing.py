@@ -27,15 +27,21 @@ VISION = {IMAGE, VIDEO}
 @st.composite
 def trees(draw: st.DrawFn) -> Tree:
     segments: list[Segment] = []
-    for index in range(draw(st.integers(1, 6))):
+    owners: list[int | None] = []  # the sequence that a segment belongs to or continues
+    parents = [draw(st.integers(0, i - 1)) if i else -1 for i in range(draw(st.integers(1, 6)))]
+    for index, parent in enumerate(parents):
         size = draw(st.integers(1, 4))
-        is_target = index > 0 and draw(st.booleans())
+        is_target = index > 0 and (index not in parents or draw(st.booleans()))
+        owner = owners[parent] if index else None
+        if is_target and owner is None:
+            owner = draw(st.integers(0, 2))
+        owners.append(owner)
         drawn = None
         if is_target:
             names = ("advantages", "old_logprobs")
             drawn = columns(
                 size,
-                sequence_ids=torch.full((size,), draw(st.integers(0, 2))),
+                sequence_ids=torch.full((size,), owner),
                 **{name: torch.tensor(draw(numbers(size))) for name in names},
             )
         segments.append(
@@ -48,7 +54,7 @@ def trees(draw: st.DrawFn) -> Tree:
                     )
                 ),
                 positions=torch.randint(0, 50, (3, size)),
-                parent=draw(st.integers(0, index - 1)) if index else -1,
+                parent=parent,
                 is_target=is_target,
                 columns=drawn,
                 images=tuple(draw(st.lists(st.sampled_from("abc"), max_size=2))),
