@@ -39,6 +39,7 @@ setup(
         "psutil>=6.0",
         "pyarrow>=18.0",
         "pycountry>=24.6",
+        "pydantic>=2.10",
         "regex>=2024.11",
         "rich>=13.0",
         "safetensors>=0.5",

@@ -3,6 +3,7 @@
 Rules that need files, ports or a world size are in megavlm/run/checks/preflight.py.
 """
 
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from typing import Any
@@ -117,6 +118,13 @@ def _check_pack(config: Config) -> None:
     environment, data = config.environment, config.data
     if not isinstance(config.algorithm, PolicyOptimization):
         return
+    least = data.max_prompt_tokens + config.rollout.max_new_tokens
+    if environment.max_tokens is not None and environment.max_tokens < least:
+        raise ValueError(
+            f"environment.max_tokens={environment.max_tokens} cannot hold a prompt and a response: "
+            f"data.max_prompt_tokens={data.max_prompt_tokens} + rollout.max_new_tokens="
+            f"{config.rollout.max_new_tokens} is {least}; raise it, or lower one of the others"
+        )
     longest, new = longest_tree(config, episodes=1), config.rollout.max_new_tokens
     if longest <= data.pack_tokens:
         return
@@ -331,9 +339,15 @@ def derive(config: Config, following: Collection[str]) -> Config:
 
 def longest_tree(config: Config, *, episodes: int) -> int:
     """Return the maximum number of tokens of a prompt with `episodes` of its episodes."""
-    turns, environment = config.environment.max_turns, config.environment
-    episode = turns * config.rollout.max_new_tokens
-    episode += (turns - 1) * environment.max_observation_tokens
+    environment, new = config.environment, config.rollout.max_new_tokens
+    most, observed = environment.max_tokens or sys.maxsize, environment.max_observation_tokens
+    lengths = [
+        min(turns * new + (turns - 1) * observed, most)
+        for turns in range(1, environment.max_turns + 1)
+    ]
+    # Where an image is replaced, a turn repeats what follows it, in a branch of its own.
+    has_branches = environment.over_budget == "replace" and environment.max_images is not None
+    episode = sum(lengths) if has_branches else lengths[-1]
     return config.data.max_prompt_tokens + episodes * episode
 
 
@@ -349,5 +363,6 @@ _RULES: dict[str, Callable[[Config], Any]] = {
     "algorithm.critic_warmup_steps": lambda config: min(config.algorithm.steps // 12, 5),
     "optimizer.warmup_steps": lambda config: min(config.algorithm.policy_steps // 8, 20),
     "data.pack_tokens": _pack_tokens,
+    "environment.tool_timeout": lambda config: config.environment.timeout / 2,
     "rollout.pause": lambda config: "in_place" if config.rollout.max_staleness else "abort",
 }

@@ -1,9 +1,9 @@
 """The `environment` section: the environment that episodes run in."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from megavlm.config.section import Section, bounded
+from megavlm.config.section import Section, bounded, follows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +17,34 @@ class EnvironmentConfig(Section):
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
 
+    tools: tuple[str, ...] = ()
+    """Tools that the policy may call, for environment.name=tools or a ToolEnvironment of your own:
+    functions as package.module:name."""
+
     max_turns: int = bounded(1, least=1)
     """Maximum number of responses in an episode."""
 
     max_observation_tokens: int = bounded(256, least=1)
     """Maximum length in tokens of an observation between two responses, image tokens included."""
 
+    max_images: int | None = bounded(None, least=1)
+    """Maximum number of images in a prompt, the row's included; null sets no limit."""
+
+    max_tokens: int | None = bounded(None, least=1)
+    """Maximum length in tokens of an episode: its prompt, responses and observations. After an
+    observation, a response of rollout.max_new_tokens must fit. null sets no limit."""
+
+    over_budget: Literal["refuse", "replace", "end"] = "refuse"
+    """What happens to an observation that exceeds max_observation_tokens, max_images or max_tokens:
+    refuse (the policy reads why instead), replace (the oldest image that is not the row's becomes a
+    note, and anything else is refused), or end (the episode ends)."""
+
     timeout: float = bounded(60.0, above=0)
     """Seconds that one reset, step or close of the environment may take, rewards not included."""
+
+    tool_timeout: float = follows(30.0, above=0)
+    """Seconds that a tool may take; then the policy reads an error. By default half of
+    environment.timeout."""
 
     workers: int = bounded(2, least=1)
     """Number of processes that run a class of your own. Each of them runs many episodes at the same
@@ -32,3 +52,15 @@ class EnvironmentConfig(Section):
 
     memory_mb: int = bounded(2048, least=256)
     """Memory limit of each of these processes in MB, which its episodes share."""
+
+    def check(self) -> None:
+        if self.name == "tools" and not self.tools:
+            raise ValueError(
+                "environment.name=tools has no environment.tools: name your functions there, as "
+                "[package.module:name]"
+            )
+        if self.tool_timeout >= self.timeout:
+            raise ValueError(
+                f"environment.tool_timeout={self.tool_timeout:g} must be below environment.timeout="
+                f"{self.timeout:g}, which ends the episode: lower it, or raise the other"
+            )

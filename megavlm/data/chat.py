@@ -44,12 +44,15 @@ class Message:
 
     keys: Further keys that the chat template may read, such as tool_calls and reasoning_content.
     is_trained: False for a message of the assistant that SFT does not learn.
+    parts: Content as a chat template takes it, {type: text, text: TEXT} and {type: image}. `text`
+        is then only shown to people, and a placeholder in it is plain text.
     """
 
     role: str
     text: str
     keys: Mapping[str, Any] = field(default_factory=dict)
     is_trained: bool = True
+    parts: tuple[Mapping[str, str], ...] | None = None
 
 
 @dataclass(frozen=True)

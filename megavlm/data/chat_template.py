@@ -4,12 +4,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 
 from megavlm.config.data import Data
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message
+from megavlm.data.hermes import with_tools_as_text
 from megavlm.data.rows import Row
 
 _RESPONSE = "A response that no chat template contains."
@@ -68,7 +69,14 @@ class ChatTemplate:
         """
         self._tokenizer, self._template, self._data = tokenizer, template, data
         self.system_prompt = data.system_prompt
+        # Tools are written into the text for a template that knows none.
+        self._knows_tools = re.search(r"\btools\b", template) is not None
+        self.call_form: Literal["json", "xml"] = "xml" if "<function=" in template else "json"
         self._after_response = text_after_response(tokenizer, template)
+        asked = tokenizer.apply_chat_template(
+            list(_EXCHANGE[:1]), chat_template=template, add_generation_prompt=True, tokenize=False
+        )
+        self.opens_thought: bool = asked.rstrip().endswith("<think>")
         self._end: str = tokenizer.decode([end_id])
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         names = {str(tokenizer.convert_ids_to_tokens(i)) for i in special | set(control_ids)}
@@ -158,13 +166,20 @@ class ChatTemplate:
         self._check_text(row.answer, f"{row.source}: {answer}")
         return self._render(row, messages)
 
+    def spelled_out(self, text: str) -> str:
+        """Return a text in which control tokens are ordinary text: <|im_end|> as < |im_end|>."""
+        return self._control.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", text)
+
     def _render(
         self, row: Row, messages: list[dict[str, object]], *, begins_response: bool = True
     ) -> str:
+        tools = [dict(tool) for tool in row.tools]
+        if not self._knows_tools:
+            messages, tools = with_tools_as_text(messages, tools), []
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,
-                tools=[dict(tool) for tool in row.tools] or None,
+                tools=tools or None,
                 chat_template=self._template,
                 add_generation_prompt=begins_response,
                 tokenize=False,
@@ -188,7 +203,9 @@ class ChatTemplate:
         that it does not know.
         """
         used = {key for message in messages for key in _CONTENT_KEYS if message.keys.get(key)}
-        for key in sorted(used | ({"tools"} if row.tools else set())):
+        if not self._knows_tools:
+            used.discard("tool_calls")
+        for key in sorted(used):
             if not re.search(rf"\b{key}\b", self._template):
                 raise ValueError(
                     f"{row.source}: the chat has {key}, which the model's chat template does not "
@@ -212,9 +229,10 @@ class ChatTemplate:
         first = "".join(
             mark * number
             for mark, (_, number) in marked.items()
-            if not any(mark in message.text for message in messages)
+            if not any(message.parts or mark in message.text for message in messages)
         )
-        asked = next(i for i, message in enumerate(messages) if message.role == "user")
+        # The next turn of an episode may consist of the results of tools alone.
+        asked = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
         return [
             _message(message, first * (i == asked) + message.text, marked)
             for i, message in enumerate(messages)
@@ -240,6 +258,8 @@ def _with_system(row: Row, system_prompt: str | None) -> tuple[Message, ...]:
 def _message(
     message: Message, text: str, marked: Mapping[str, tuple[str, int]]
 ) -> dict[str, object]:
+    if message.parts is not None:
+        return {"role": message.role, "content": list(message.parts), **message.keys}
     if message.role != "user" and not any(mark in text for mark in marked):
         return {"role": message.role, "content": text, **message.keys}
     parts = re.split(f"({'|'.join(marked)})", text) if marked else [text]

@@ -102,6 +102,12 @@ class ProcessedImage:
         return self.format.grid(*self.pixels.shape[:3])
 
     @property
+    def shown_size(self) -> tuple[int, int]:
+        """Width and height in pixels at which the model sees it."""
+        height, width = self._picture.shape[:2]
+        return width, height
+
+    @property
     def num_patches(self) -> int:
         return math.prod(self.grid)
 

@@ -19,6 +19,8 @@ from megavlm.data.videos import VideoProcessor
 from megavlm.families import Family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
+REMOVED_IMAGE = "[an image was here]"  # in place of an image that left the prompt
+
 
 class PromptTooLong(ValueError):
     """A prompt of more than max_prompt_tokens."""
@@ -105,6 +107,8 @@ class Processor:
         self.video_token_id: int | None = None if self._videos is None else self._videos.token_id
         kinds = self.image_token_id, self.video_token_id
         self.vision_token_ids = tuple(token for token in kinds if token is not None)
+        names = ("vision_start_token_id", "vision_end_token_id")
+        self._vision_bounds = {getattr(config, name, None) for name in names}
         self._piece_of = lru_cache(2**16)(lambda ids: self._tokenizer.decode(list(ids)))
         template = processor.chat_template or self._tokenizer.chat_template
         if template is None:
@@ -217,6 +221,20 @@ class Processor:
         are already processed.
         """
         return self._prompt(row, list(short_ids), images)
+
+    def without_images(self, prompt: Prompt, numbers: range) -> Prompt:
+        """Return a prompt with a note in place of the images of these numbers, from 0."""
+        note: list[int] = self._tokenizer(REMOVED_IMAGE, add_special_tokens=False)["input_ids"]
+        before = prompt.short_ids
+        places = [place for place, token in enumerate(before) if token in self.vision_token_ids]
+        written = {places[number]: note for number in numbers}
+        for place in list(written):
+            for beside in (place - 1, place + 1):  # the marks of an image's start and end
+                if before[beside] in self._vision_bounds:
+                    written[beside] = []
+        ids = [new for n, token in enumerate(before) for new in written.get(n, [token])]
+        kept = [image for n, image in enumerate(prompt.images) if n not in numbers]
+        return self._prompt(prompt.row, ids, kept)
 
     def image(self, row: Row, number: int, *, is_video: bool) -> ProcessedImage:
         """Process one image or video of a row, numbered from 0. Raises ValueError as `prompt`

@@ -8,6 +8,7 @@ each episode, `Class(context, **environment.options)`, and has two methods, or t
     async def close(self) -> None
 
 All episodes of a group start from the same prompt, so `reset` must depend only on row and seed.
+Environments whose policy calls tools extend ToolEnvironment (megavlm/environments/tools).
 
 An instance lives in one thread of one process, with one asyncio loop, from its reset to its close.
 It may hold anything: a browser, a generator, a socket, a task that goes on between turns.
@@ -25,28 +26,54 @@ by reward.on_failure. If the process runs out of memory or dies, all episodes in
 that takes too long fails alone; if it does not end when it is cancelled, its process takes no
 further episodes, and is killed when the others in it have ended.
 
-If the environment does not end an episode, it ends after environment.max_turns responses or with a
-truncated response. The configured reward of that response is then added to the reward of the step.
+If the environment does not end an episode, it ends after environment.max_turns responses, with a
+truncated response, or when it is over budget (environment.over_budget). The configured reward of
+that response is then added to the reward of the step.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from io import BytesIO
+from typing import Any, Literal, Protocol
+
+from PIL import Image as Picture
 
 from megavlm.rewards.base import Example, Score
 
-# role, content (with <image> for each image), and other keys for the chat template
+
+@dataclass(frozen=True)
+class Image:
+    """An image in a message. data: Encoded file, such as PNG or JPEG."""
+
+    data: bytes
+
+    @classmethod
+    def of(cls, picture: Any) -> "Image":
+        """Encode a picture of Pillow, or an array [H, W, 3] uint8."""
+        picture = picture if isinstance(picture, Picture.Image) else Picture.fromarray(picture)
+        file = BytesIO()
+        picture.save(file, "PNG", compress_level=1)
+        return cls(file.getvalue())
+
+
+Content = str | Sequence[str | Image]
+# role, content, and other keys for the chat template. content is text, or parts that are texts and
+# images.
 ChatMessage = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Messages before a response. images: encoded files, one for each <image>; without any <image>
-    in the messages, the images come first.
+    """Messages before a response.
+
+    images: Encoded files of messages whose content is text, one for each <image> in it; without any
+        <image>, the images come first. Leave it empty if content has parts.
+    tools: Tools that the policy may call, in OpenAI's form; in the observation of a reset only.
     """
 
     messages: Sequence[ChatMessage]
     images: Sequence[bytes] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +82,8 @@ class Step:
 
     observation: the next observation, None if `done`. reward: the reward of this turn; the rewards
     of an episode are summed. info: either `score`, the Score behind the reward, or `correct` and
-    `parts` with the same meaning as in a Score.
+    `parts` with the same meaning as in a Score; and `counts`, numbers by name, whose sums over an
+    episode are logged as episode/NAME.
     """
 
     observation: Observation | None
@@ -65,13 +93,37 @@ class Step:
 
 
 @dataclass(frozen=True)
+class ChatFormat:
+    """The form of a model's responses.
+
+    calls: Form of a tool call in <tool_call>: a JSON object (Qwen2.5-VL, Qwen3-VL), or tags for the
+        function and its parameters (Qwen3.5 and later).
+    opens_thought: True if the prompt itself opens a thought, so that a response begins inside it.
+    """
+
+    calls: Literal["json", "xml"] = "json"
+    opens_thought: bool = False
+
+
+@dataclass(frozen=True)
 class Context:
-    """Context of an episode. score: computes the configured reward of a response, in a process with
-    limits. max_turns: largest number of turns of an episode.
+    """Context of an episode.
+
+    score: Computes the configured reward of a response, in a process with limits.
+    max_turns: Largest number of turns of an episode.
+    chat: Form of the model's responses.
+    tools: Tools that the recipe names in environment.tools.
+    tool_timeout: Seconds that a tool may take.
+    shown_sizes: Width and height in pixels at which the model sees each image of the prompt so far,
+        in order; filled before each step.
     """
 
     score: Callable[[str, Example], Awaitable[Score]]
     max_turns: int
+    chat: ChatFormat = ChatFormat()
+    tools: Sequence[Any] = ()
+    tool_timeout: float = 30.0
+    shown_sizes: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Environment(Protocol):

@@ -1,9 +1,11 @@
-"""Built-in environments in the trainer's process, and a user's class in processes with limits."""
+"""Environments in the trainer's process, and environments in processes with limits."""
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import count
+from typing import Any
 
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.environments import registry
@@ -17,12 +19,10 @@ CLOSE_SECONDS = 10.0  # that all open environments have to close at the end of a
 
 
 class Local:
-    """Built-in environments. They run in the trainer's process, as they need very little time."""
+    """Built-in environments in the trainer's process, because they need very little time."""
 
-    def __init__(self, settings: EnvironmentConfig) -> None:
-        """Load the class. Raises ValueError for unknown options."""
-        self._options = settings.options
-        self._class = registry.load_environment(settings.name, settings.options)
+    def __init__(self, cls: type[Environment], options: Mapping[str, Any]) -> None:
+        self._class, self._options = cls, options
         self._open: set[Environment] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -52,7 +52,7 @@ class Local:
 
 
 class EnvironmentPool:
-    """Environments of a user's class in processes with limits, with the interface of Local.
+    """Environments in processes with limits, with the interface of Local.
 
     The processes live as long as the thread that runs the asyncio loop.
     """
@@ -92,7 +92,11 @@ class EnvironmentPool:
         usable = [process for process in self._processes if process.takes_sessions]
         settings = self._settings
         if len(usable) < settings.workers and all(process.sessions for process in usable):
-            setup = {"name": settings.name, "options": settings.options}
+            setup = {
+                "name": settings.name,
+                "options": settings.options,
+                "tools": settings.tools,
+            }
             process = SessionProcess(setup, memory_mb=settings.memory_mb, timeout=settings.timeout)
             self._processes.append(process)
             return process
@@ -104,12 +108,15 @@ class EnvironmentPool:
 
 
 async def make_environments(settings: EnvironmentConfig) -> Local | EnvironmentPool:
-    """Load the environment. A user's class runs in processes, the first of which starts here.
+    """Load the environment. A class runs in processes, the first of which starts here, unless it is
+    built in and declares that it `runs_in_driver`.
 
     Raises ValueError if it cannot be loaded or does not have the options.
     """
     if registry.find_environment(settings.name).is_built_in:
-        return Local(settings)
+        cls = registry.load_environment(settings.name, settings.options, settings.tools)
+        if getattr(cls, "runs_in_driver", False):
+            return Local(cls, settings.options)
     pool = EnvironmentPool(settings)
     await pool.start()
     return pool

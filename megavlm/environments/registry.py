@@ -1,15 +1,18 @@
-"""Names of environments in a recipe: single_turn, a task or one of its variants, or
+"""Names of environments in a recipe: single_turn, tools, a task or one of its variants, or
 package.module:Class.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from megavlm.config.import_path import IMPORT_PATH, import_object
 from megavlm.environments.base import Context, Environment
+from megavlm.environments.tools.environment import ToolEnvironment
 from megavlm.task import SINGLE_TURN, built_in_tasks, find_task
+
+_TOOLS = "megavlm.environments.tools.environment:ToolEnvironment"
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class NamedEnvironment:
 
 
 def built_in_environments() -> dict[str, NamedEnvironment]:
-    found = {"single_turn": NamedEnvironment(SINGLE_TURN)}
+    found = {"single_turn": NamedEnvironment(SINGLE_TURN), "tools": NamedEnvironment(_TOOLS)}
     for name, task in built_in_tasks().items():
         found[name] = NamedEnvironment(task.environment, name)
         found |= {variant: NamedEnvironment(path, name) for variant, path in task.variants.items()}
@@ -61,8 +64,12 @@ def find_environment(name: str) -> NamedEnvironment:
     return NamedEnvironment(task.environment, name)
 
 
-def load_environment(name: str, options: Mapping[str, Any]) -> type[Environment]:
-    """Return the class. Raises ValueError if it cannot be imported or does not have the options."""
+def load_environment(
+    name: str, options: Mapping[str, Any], tools: Sequence[str] = ()
+) -> type[Environment]:
+    """Return the class. Raises ValueError if it cannot be imported, does not have the options, or
+    does not call the tools of a recipe.
+    """
     try:
         found = import_object(find_environment(name).path)
     except (ImportError, AttributeError) as error:
@@ -71,6 +78,11 @@ def load_environment(name: str, options: Mapping[str, Any]) -> type[Environment]
         inspect.iscoroutinefunction(getattr(found, method, None)) for method in ("reset", "step")
     ):
         raise ValueError(f"environment.name={name} has not reset and step as async methods")
+    if tools and not issubclass(found, ToolEnvironment):
+        raise ValueError(
+            f"environment.tools={list(tools)}: environment.name={name} calls no tools; set "
+            "environment.name=tools, or let your class extend ToolEnvironment"
+        )
     parameters = inspect.signature(found).parameters
     takes = [name for name in list(parameters)[1:]]
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -198,12 +198,21 @@ class RemoteEnvironment:
         self._asked: set[asyncio.Task[None]] = set()
 
     async def reset(self, row: Example, seed: int) -> Observation:
-        values = {"row": wire.pack_row(row), "seed": seed, "max_turns": self._context.max_turns}
+        context = self._context
+        values = {
+            "row": wire.pack_row(row),
+            "seed": seed,
+            "max_turns": context.max_turns,
+            "chat": asdict(context.chat),
+            "tool_timeout": context.tool_timeout,
+        }
         reply = await self._call({"reset": values})
         return wire.unpack_observation(reply["observation"])
 
     async def step(self, text: str) -> Step:
-        return wire.unpack_step(await self._call({"step": text}))
+        return wire.unpack_step(
+            await self._call({"step": text, "shown_sizes": self._context.shown_sizes})
+        )
 
     async def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         self._running = self._process.send({**request, "session": self.number})

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from megavlm.environments.base import Observation, Step
+from megavlm.environments.base import ChatMessage, Content, Image, Observation, Step
 from megavlm.rewards.base import Example, Score
 
 
@@ -19,17 +19,38 @@ def unpack_row(values: Mapping[str, Any]) -> Example:
 
 
 def pack_observation(shown: Observation) -> dict[str, Any]:
-    messages = [dict(message) for message in shown.messages]
-    return {"messages": messages, "images": [_text(image) for image in shown.images]}
+    return {
+        "messages": [_pack_message(message) for message in shown.messages],
+        "images": [_text(image) for image in shown.images],
+        "tools": [dict(tool) for tool in shown.tools],
+    }
 
 
 def unpack_observation(values: Mapping[str, Any]) -> Observation:
-    return Observation(values["messages"], tuple(map(base64.b64decode, values["images"])))
+    messages = [{**m, "content": _unpack_content(m["content"])} for m in values["messages"]]
+    return Observation(messages, tuple(map(base64.b64decode, values["images"])), values["tools"])
+
+
+def _pack_message(message: ChatMessage) -> dict[str, Any]:
+    content = message["content"]
+    if not isinstance(content, str):
+        content = [{"image": _text(p.data)} if isinstance(p, Image) else p for p in content]
+    return {**message, "content": content}
+
+
+def _unpack_content(content: Any) -> Content:
+    if isinstance(content, str):
+        return content
+    return [Image(base64.b64decode(p["image"])) if _is_image(p) else p for p in content]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.keys() == {"image"}
 
 
 def pack_step(step: Step) -> dict[str, Any]:
     """Encode a step. Of `info`, only the keys that the trainer reads are encoded."""
-    info = {name: step.info[name] for name in ("correct", "parts") if name in step.info}
+    info = {name: step.info[name] for name in ("correct", "parts", "counts") if name in step.info}
     if isinstance(score := step.info.get("score"), Score):
         info["score"] = asdict(score)
     if "parts" in info:

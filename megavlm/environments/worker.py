@@ -10,13 +10,15 @@ import asyncio
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from megavlm.environments import registry, wire
-from megavlm.environments.base import Context, Environment
+from megavlm.environments.base import ChatFormat, Context, Environment
+from megavlm.environments.tools.load import load_tools
+from megavlm.environments.tools.tool import Tool
 from megavlm.limited.limits import has_children, limit
 from megavlm.limited.wire import frame, receive
 from megavlm.process import allow_open_files
@@ -38,10 +40,11 @@ def main() -> None:
     sys.excepthook = lambda kind, error, _: control.sendall(
         frame({"id": setup["id"], "error": str(error)})
     )
-    cls = registry.load_environment(setup["name"], options)
+    cls = registry.load_environment(setup["name"], options, setup["tools"])
+    tools = load_tools(setup["tools"])
     sys.excepthook = sys.__excepthook__
     control.sendall(frame({"id": setup["id"]}))
-    Worker(control, cls, options).serve()
+    Worker(control, cls, options, tools).serve()
 
 
 @dataclass(eq=False)
@@ -51,6 +54,7 @@ class Worker:
     control: socket.socket
     cls: type[Environment]
     options: Mapping[str, Any]
+    tools: Sequence[Tool]
     sessions: dict[int, "Session"] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     sending: threading.Lock = field(default_factory=threading.Lock)
@@ -98,6 +102,7 @@ class Session:
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = self._runner.get_loop()
         self._environment: Environment | None = None
+        self._context: Context | None = None
         self._call: asyncio.Task[None] | None = None
         self._request: int | None = None  # id of the call that runs
         self._close_request: int | None = None
@@ -163,11 +168,18 @@ class Session:
 
     async def _play(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if "step" in message:
-            assert self._environment is not None
+            assert self._environment is not None and self._context is not None
+            self._context.shown_sizes[:] = map(tuple, message["shown_sizes"])
             return wire.pack_step(await self._environment.step(message["step"]))
         values = message["reset"]
-        context = Context(self._score, values["max_turns"])
-        self._environment = registry.make(self._worker.cls, context, self._worker.options)
+        self._context = Context(
+            self._score,
+            values["max_turns"],
+            ChatFormat(**values["chat"]),
+            self._worker.tools,
+            values["tool_timeout"],
+        )
+        self._environment = registry.make(self._worker.cls, self._context, self._worker.options)
         seen = await self._environment.reset(wire.unpack_row(values["row"]), values["seed"])
         return {"observation": wire.pack_observation(seen)}
 

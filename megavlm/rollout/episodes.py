@@ -17,11 +17,11 @@ from typing import TypeVar
 
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.schema import Config
-from megavlm.data.chat import IMAGE_PLACEHOLDER, ROLES, Message
+from megavlm.data.chat import Message
 from megavlm.data.loader import Kind
 from megavlm.data.processor import Processor, Prompt, PromptTooLong
 from megavlm.data.rows import Row
-from megavlm.environments.base import ChatMessage, Observation, Step
+from megavlm.environments.base import ChatFormat, Observation
 from megavlm.environments.processes import make_environments
 from megavlm.inference.generation import Ask
 from megavlm.inference.protocol import Response
@@ -30,6 +30,7 @@ from megavlm.limited.failure import CallFailure
 from megavlm.observability.phases import Phases
 from megavlm.rewards.base import Example, ResponseDetails
 from megavlm.rewards.manager import RewardManager
+from megavlm.rollout.observations import Observer
 from megavlm.rollout.timed_environment import TimedEnvironment, step_score
 from megavlm.rollout.trajectory import Episode, Group
 
@@ -59,6 +60,9 @@ class EpisodeRunner:
         self._processor, self.reward_manager = processor, reward_manager
         self._environments = runner.run(make_environments(config.environment))
         self._runner = runner
+        template = processor.chat_template
+        self._chat = ChatFormat(template.call_form, template.opens_thought)
+        self._observer = Observer(processor, self._settings, config.rollout.max_new_tokens)
         self.skipped: Counter[Kind] = Counter()  # prompts whose episodes could not start, by reason
 
     def start(
@@ -221,18 +225,20 @@ class EpisodeRunner:
         row = example(prompt.row, data.system_prompt)
         score = partial(self.reward_manager.score, stage=stage)
         made = [
-            TimedEnvironment(self._environments, self._settings, score, self._name(prompt))
+            TimedEnvironment(
+                self._environments, self._settings, self._chat, score, self._name(prompt)
+            )
             for _ in range(n)
         ]
         try:
             shown = await _all(environment.reset(row, seed) for environment in made)
-            seen = [self._next_row(prompt.row, observation) for observation in shown]
+            seen = [self._observer.row(prompt.row, observation) for observation in shown]
             if any(other != seen[0] for other in seen):
                 raise ValueError(
                     f"{self._name(prompt)}: its reset gave different observations for one row and "
                     "seed; a group of episodes starts from one prompt"
                 )
-            if seen[0] != self._next_row(prompt.row, Observation(row.messages, row.images)):
+            if seen[0] != self._observer.row(prompt.row, Observation(row.messages, row.images)):
                 prompt = replace(self._first_prompt(prompt, seen[0]), row=prompt.row)
         except PromptTooLong as error:
             if data.long_prompts == "refuse":
@@ -292,17 +298,27 @@ class EpisodeRunner:
         text, prompt = self._processor.decode(response.token_ids), episode.next_prompt
         environment, following = episode.environment, None
         assert prompt is not None and environment is not None
+        sizes = [image.shown_size for image in prompt.images]
         try:
-            step = await environment.step(text, details(response, [*episode.texts, text]))
+            step = await environment.step(text, details(response, [*episode.texts, text]), sizes)
             reward, score = step_score(step, self._name(prompt), sum(episode.rewards))
+            episode.count(step.info.get("counts", {}))
             if not step.done and self._has_next_turn(episode, response):
-                following = self._next_prompt(prompt, response, step)
+                if step.observation is None:
+                    raise CallFailure(
+                        "value", f"{self._name(prompt)}: a step that is not done has no observation"
+                    )
+                num_first = len((episode.prompts or [prompt])[0].images)
+                following, counts = self._observer.next_prompt(
+                    prompt, response.token_ids, step.observation, num_first
+                )
+                episode.count(counts)
         except CallFailure as failure:
             score = self.reward_manager.failed(failure)
             reward = score.reward
         else:
             if following is None and not step.done:
-                # The response was truncated, or no turns are left: score it as an answer.
+                # The response was truncated, or no turns or tokens are left: score it as an answer.
                 score = await environment.score(text)
                 reward += score.reward
         episode.add_turn(response, text, reward, score, following)
@@ -315,43 +331,6 @@ class EpisodeRunner:
         is_whole = bool(ids) and ids[-1] == self._processor.eos_id
         vision = set(ids) & set(self._processor.vision_token_ids)
         return is_whole and not vision and len(episode.responses) + 1 < self._settings.max_turns
-
-    def _next_prompt(self, prompt: Prompt, response: Response, step: Step) -> Prompt:
-        """Return the prompt of the next turn. Raises CallFailure for an unusable observation."""
-        name = self._name(prompt)
-        if step.observation is None:
-            raise CallFailure("value", f"{name}: a step that is not done has no observation")
-        row = self._next_row(prompt.row, step.observation)
-        try:
-            following = self._processor.next_turn(prompt, response.token_ids, row)
-        except ValueError as error:
-            raise CallFailure("value", f"{name}: {error}") from error
-        added = len(following.token_ids) - len(prompt.token_ids) - len(response.token_ids)
-        if added > self._settings.max_observation_tokens:
-            raise CallFailure(
-                "value",
-                f"{name}: an observation has {added} tokens, more than "
-                f"environment.max_observation_tokens={self._settings.max_observation_tokens}: "
-                "raise it, or show less",
-            )
-        return following
-
-    def _next_row(self, base: Row, observation: Observation) -> Row:
-        """Return the observation as a row. In an observation without images, <image> is plain text,
-        because the environment may repeat the policy's words. Raises CallFailure if the observation
-        does not have the form of Observation.
-        """
-        messages = tuple(_message(message) for message in observation.messages)
-        images = tuple(observation.images)
-        if problem := _problem(messages, len(images)):
-            raise CallFailure(
-                "value",
-                f"environment.name={self._settings.name}, {base.source}: an observation has "
-                f"{problem}; give it a message by the user, and an <image> for each image or none",
-            )
-        asked = [message.text for message in messages if message.role == "user"]
-        alone = messages == (Message("user", asked[-1]),)
-        return replace(base, problem=asked[-1], images=images, messages=() if alone else messages)
 
     def _name(self, prompt: Prompt) -> str:
         return f"environment.name={self._settings.name}, {prompt.row.source}"
@@ -366,26 +345,6 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
             raise result
         found.append(result)
     return found
-
-
-def _problem(messages: Sequence[Message], num_images: int) -> str:
-    """Return why messages cannot be shown to a policy; "" if they can."""
-    for message in messages:
-        if message.role not in ROLES:
-            return f"the role {message.role!r:.40}, which is none of {', '.join(ROLES)}"
-        if not isinstance(message.text, str):
-            return f"the content {message.text!r:.80}, which is not text"
-    if not any(message.role == "user" for message in messages):
-        return "no user message"
-    marks = sum(message.text.count(IMAGE_PLACEHOLDER) for message in messages)
-    if num_images and marks not in (0, num_images):
-        return f"{marks} <image> for {num_images} images"
-    return ""
-
-
-def _message(message: ChatMessage) -> Message:
-    keys = {key: value for key, value in message.items() if key not in ("role", "content")}
-    return Message(message["role"], message["content"], keys)
 
 
 def example(row: Row, system_prompt: str | None = None) -> Example:

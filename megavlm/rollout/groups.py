@@ -113,6 +113,9 @@ def rollout_metrics(groups: Sequence[Group], version: int | None = None) -> dict
     turns = [len(episode.responses) for episode in episodes]
     if max(turns) > 1:
         metrics["turns"] = sum(turns) / len(turns)
+    for name in sorted({name for episode in episodes for name in episode.counts}):
+        total = sum(episode.counts[name] for episode in episodes)
+        metrics[f"episode/{name}"] = total / len(episodes)
     sampled = [response for episode in episodes for response in episode.responses]
     return metrics | staleness_metrics(sampled, version) | _reward_metrics(groups)
 

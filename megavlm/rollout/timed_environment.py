@@ -4,11 +4,11 @@ values.
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from megavlm.config.environment import EnvironmentConfig
-from megavlm.environments.base import Context, Observation, Step
+from megavlm.environments.base import ChatFormat, Context, Observation, Step
 from megavlm.environments.processes import EnvironmentPool, Local
 from megavlm.limited.failure import CallFailure
 from megavlm.numbers import is_float32
@@ -28,28 +28,39 @@ class TimedEnvironment:
         self,
         environments: Local | EnvironmentPool,
         settings: EnvironmentConfig,
+        chat: ChatFormat,
         reward: Callable[..., Awaitable[Score]],
         name: str,
     ) -> None:
-        """reward: RewardManager.score, with the curriculum's stage bound."""
+        """chat: Form of the policy's responses. reward: RewardManager.score, with the curriculum's
+        stage bound.
+        """
         self._environments: Any = environments
         self._environment: Any = None  # from its reset to its close
         self._settings, self._reward, self._name = settings, reward, name
+        self._context = Context(
+            self.score, settings.max_turns, chat, tool_timeout=settings.tool_timeout
+        )
         self._pending = 0  # rewards that the environment waits for
         self._details = ResponseDetails()
 
     async def reset(self, row: Example, seed: int) -> Observation:
         """Make the environment, and reset it."""
         self._row = row
-        context = Context(self.score, self._settings.max_turns)
-        self._environment = await self._call(self._environments.make(context), None)
+        self._environment = await self._call(self._environments.make(self._context), None)
         return await self._call(self._environment.reset(row, seed), self._settings.timeout)
 
-    async def step(self, text: str, details: ResponseDetails) -> Step:
-        """Play a turn. details: Facts about the response for rewards that the environment asks for
-        during this turn.
+    async def step(
+        self, text: str, details: ResponseDetails, sizes: Sequence[tuple[int, int]]
+    ) -> Step:
+        """Play a turn.
+
+        details: Facts about the response for rewards that the environment asks for during this
+            turn.
+        sizes: Width and height of each image of the prompt, as the model sees it.
         """
         self._details = details
+        self._context.shown_sizes[:] = sizes
         return await self._call(self._environment.step(text), self._settings.timeout)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Episodes and groups, from their start to their rewards."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -26,6 +27,7 @@ class Episode:
     texts: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     score: Score = field(init=False)  # the last turn's, with the sum of rewards over turns
+    counts: Counter[str] = field(default_factory=Counter)  # numbers for the log, by name
 
     def add_turn(
         self, response: Response, text: str, reward: float, score: Score, following: Prompt | None
@@ -39,6 +41,10 @@ class Episode:
         self.next_prompt = following
         if following is None:
             self.close()
+
+    def count(self, numbers: Mapping[str, int]) -> None:
+        """Add numbers for the log."""
+        self.counts.update(numbers)
 
     def add_group_score(self, score: Score) -> None:
         """Add the score by rewards of the whole group to the last turn. If such a reward failed,

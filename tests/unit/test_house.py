@@ -15,6 +15,7 @@ FAMILY_CLASSES = frozenset(("VisionTower", "MLP", "Block", "Merger"))
 BROAD = re.compile(r"except( \(?(Base)?Exception\b.*)?:")
 # Where a user's code runs, which may raise anything, and is one of many.
 OF_USERS = {
+    "megavlm.environments.tools.tool": 1,
     "megavlm.environments.worker": 2,
     "megavlm.rewards.worker": 1,
     "megavlm.rollout.timed_environment": 1,

@@ -5,6 +5,8 @@ from megavlm.rewards.base import Example
 
 
 class Retry:
+    runs_in_driver = True
+
     def __init__(
         self,
         context: Context,

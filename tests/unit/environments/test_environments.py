@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from megavlm.environments.single_turn import SingleTurn
 from megavlm.rewards import registry as rewards
 from megavlm.rewards.base import Example, Score
 
+CALL = '<tool_call>\n{"name": "calculator", "arguments": %s}\n</tool_call>'
 ROW = Example("<image>How many?", "3", "counting", (b"image",))
 
 
@@ -34,7 +36,10 @@ def step(environment: Environment, text: str) -> Step:
     return asyncio.run(environment.step(text))
 
 
-@pytest.mark.parametrize("name", [name for name in built_in_environments() if "_" not in name])
+SINGLE = [name for name in built_in_environments() if "_" not in name and name != "tools"]
+
+
+@pytest.mark.parametrize("name", SINGLE)
 def test_single_turns_show_the_row_and_score_the_response(name: str) -> None:
     environment, observation = start(name)
     assert observation == Observation(ROW.messages, ROW.images)
@@ -55,38 +60,34 @@ def test_every_built_in_environment_loads_and_its_reward_exists() -> None:
         assert callable(rewards.load_reward(built_in.reward, {}))
 
 
-def test_the_calculator_is_told_of_used_and_answered_with() -> None:
-    environment, observation = start("geo3k_calculator", max_turns=4)
-    system, user = observation.messages
-    assert system["role"] == "system" and "<calculator>" in system["content"]
-    assert user == ROW.messages[0] and observation.images == ROW.images
-    called = step(environment, "so <calculator>2 * sqrt(9) ^ 2</calculator>")
-    assert not called.done and called.reward == 0
-    assert called.observation == Observation([{"role": "user", "content": "<result>18</result>"}])
-    failed = step(environment, "<calculator>3 < 4</calculator>")
-    assert failed.observation is not None
-    assert "error: only numbers" in failed.observation.messages[0]["content"]
-    failed = step(environment, "<calculator>__import__('os')</calculator>")
-    assert failed.observation is not None
-    assert "error: only numbers" in failed.observation.messages[0]["content"]
+def called(expression: str) -> str:
+    return f"So:\n{CALL % json.dumps({'expression': expression})}"
+
+
+def test_the_calculator_is_shown_called_and_answered_with() -> None:
+    environment, observation = start("geo3k_calculator", max_turns=9)
+    assert observation.messages == ROW.messages and observation.images == ROW.images
+    assert [tool["function"]["name"] for tool in observation.tools] == ["calculator"]
+    turn = step(environment, called("2 * sqrt(9) ^ 2"))
+    assert (turn.done, turn.reward) == (False, 0.0)
+    result = {"role": "tool", "content": "18", "name": "calculator"}
+    assert turn.observation == Observation([result])
+    for expression in ("3 < 4", "__import__('os')"):
+        failed = step(environment, called(expression))
+        assert failed.observation is not None
+        assert failed.observation.messages[0]["content"].startswith("error: only numbers")
     assert step(environment, r"\boxed{3}").reward == 1.0
 
 
-def test_the_calculator_s_last_turn_is_scored_and_an_answer_ends() -> None:
+def test_the_calculator_s_last_turn_is_scored() -> None:
     environment, _ = start("geo3k_calculator", max_turns=1)
-    assert step(environment, "<calculator>1+1</calculator>").done
-    environment, _ = start("geo3k_calculator", max_turns=9)
-    assert step(environment, r"<calculator>1</calculator> \boxed{3}").done
-    environment, _ = start("geo3k_calculator", max_turns=9)
-    assert step(environment, "Answer: <calculator>1 + 2</calculator>").done
+    assert step(environment, called("1+1")).done
 
 
-def test_the_calculator_keeps_the_row_s_own_system_prompt() -> None:
+def test_a_prompt_may_explain_the_calculator_itself() -> None:
     chat = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"})
-    _, observation = start("geo3k_calculator", row=Example("?", "3", chat=chat), instruction="Hm.")
-    assert observation.messages[0] == {"role": "system", "content": "Be brief.\nHm."}
-    _, observation = start("geo3k_calculator", row=Example("?", "3", chat=chat), instruction="")
-    assert observation.messages == list(chat)
+    _, observation = start("geo3k_calculator", row=Example("?", "3", chat=chat), show_tools=False)
+    assert (observation.messages, observation.tools) == (chat, ())
 
 
 def test_a_retry_is_worth_less_each_time_and_may_show_the_image_again() -> None:

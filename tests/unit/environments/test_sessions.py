@@ -284,7 +284,7 @@ def test_a_built_in_environment_that_is_left_open_is_closed_at_the_end(
         raise KeyError("as told")
 
     async def work() -> None:
-        made = Local(EnvironmentConfig(name="single_turn"))
+        made = Local(SingleTurn, {})
         found = [await made.make(CONTEXT) for _ in range(3)]
         made.end(found[1])
         await made.close()

@@ -63,10 +63,12 @@ def episode_runner(
     manager: RewardManager,
     name: str,
     long_prompts: str = "refuse",
+    max_new_tokens: int = 32,
     **settings: Any,
 ) -> EpisodeRunner:
     config: Any = SimpleNamespace(
         environment=EnvironmentConfig(name=name, **settings),
+        rollout=SimpleNamespace(max_new_tokens=max_new_tokens),
         run=SimpleNamespace(seed=1),
         data=SimpleNamespace(
             system_prompt=processor.chat_template.system_prompt, long_prompts=long_prompts

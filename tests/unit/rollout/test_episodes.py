@@ -132,7 +132,7 @@ def test_an_environment_keeps_what_messages_hold_besides_text(
     row = Row(5, "!", "3", (), "", "x", messages=messages)
     playing = episode_runner(processor, manager, "vqa")
     sent = json.loads(json.dumps(pack_observation(Observation(example(row).messages))))
-    assert playing._next_row(row, unpack_observation(sent)) == row
+    assert playing._observer.row(row, unpack_observation(sent)) == row
     RUNNER.run(playing._environments.close())
 
 
@@ -140,12 +140,13 @@ def test_an_environment_adds_to_the_configured_system_prompt(
     processor: Processor, manager: RewardManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processor.chat_template, "system_prompt", "Look.")
+    monkeypatch.setattr(processor, "_max_prompt_tokens", 1024)
     policy = Policy(processor, "3", "3")
     play(processor, manager, policy, "vqa", n=1)
-    play(processor, manager, policy, "geo3k_calculator", n=1, options={"instruction": "No."})
+    play(processor, manager, policy, "geo3k_calculator", n=1)
     plain, told = (processor.decode(prompts[0].token_ids.tolist()) for prompts, _ in policy.asked)
-    assert plain.startswith("system\nLook.") and "No." not in plain
-    assert told.startswith("system\nLook.\nNo.") and "How many?" in told
+    assert plain.startswith("system\nLook.") and "# Tools" not in plain
+    assert told.startswith("system\nLook.\n\n# Tools") and "How many?" in told
 
 
 def test_a_tree_has_each_turn_below_the_one_before(

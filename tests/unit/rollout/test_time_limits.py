@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megavlm.config.environment import EnvironmentConfig
-from megavlm.environments.base import Step
+from megavlm.environments.base import ChatFormat, Step
 from megavlm.limited.failure import CallFailure
 from megavlm.rewards.base import ResponseDetails
 from megavlm.rollout.timed_environment import TimedEnvironment
@@ -34,11 +34,11 @@ class Piped:
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_only_time_in_which_the_loop_runs_counts(is_answered: bool) -> None:
     nothing: Any = None
-    timed = TimedEnvironment(nothing, EnvironmentConfig(timeout=LIMIT), nothing, "it")
+    timed = TimedEnvironment(nothing, EnvironmentConfig(timeout=LIMIT), ChatFormat(), nothing, "it")
     timed._environment = piped = Piped()
 
     async def begin() -> "asyncio.Task[Step]":
-        task = asyncio.create_task(timed.step("", ResponseDetails()))
+        task = asyncio.create_task(timed.step("", ResponseDetails(), []))
         await asyncio.sleep(0)
         return task
 

@@ -128,18 +128,17 @@ def test_rows_that_make_no_prompt(
 
 
 def test_chats_whose_answers_the_template_cannot_render(dry: DryRun, tmp_path: Path) -> None:
-    call = {"type": "function", "function": {"name": "zoom", "arguments": "{}"}}
     user = {"role": "user", "content": "?"}
     chats = {
-        "calls": [user, {"role": "assistant", "content": None, "tool_calls": [call]}],
+        "thoughts": [user, {"role": "assistant", "content": "!", "reasoning_content": "?"}],
         "good": [user, {"role": "assistant", "content": "!"}] * 2,
     }
     for name, chat in chats.items():
         (tmp_path / f"{name}.json").write_text(json.dumps([{"messages": chat}]))
     keys = ["data.prompt_key=messages", "data.answer_key=null", "data.image_keys=[]"]
     quiet = [*keys, "data.test_files=[]", "data.category_key=null", "algorithm.name=sft"]
-    said = refused(dry, *quiet, f"data.train_files={tmp_path}/calls.json")
-    assert "calls.json:0: the chat has tool_calls, which the model's chat template" in said
+    said = refused(dry, *quiet, f"data.train_files={tmp_path}/thoughts.json")
+    assert "thoughts.json:0: the chat has reasoning_content, which the model's chat template" in said
     assert "prompts of all" in dry(*quiet, f"data.train_files={tmp_path}/good.json")
 
 

@@ -1,0 +1,64 @@
+"""Episodes in which the policy calls tools until it answers without a call."""
+
+from collections.abc import Sequence
+
+from megavlm.environments.base import ChatMessage, Content, Context, Observation, Step, scored
+from megavlm.environments.tools.calls import MalformedCall, Reply, ToolCall, read_reply
+from megavlm.environments.tools.tool import Tool, ToolError, marked_tools
+from megavlm.rewards.base import Example
+
+
+class ToolEnvironment:
+    """An environment with tools: its methods marked by @tool, and those in environment.tools.
+
+    A turn with tool calls gets their results, in the order of the calls. A malformed call, a wrong
+    argument and a tool that fails or takes too long are results, too: the policy reads one sentence
+    that begins with "error:". A turn without a call is the answer.
+    """
+
+    def __init__(self, context: Context) -> None:
+        """Collect the tools. Raises ValueError if a function cannot be a tool."""
+        self.context = context
+        self._turns = context.max_turns
+        self._tools = {tool.name: tool for tool in [*marked_tools(self), *self.context.tools]}
+
+    async def reset(self, row: Example, seed: int) -> Observation:
+        """Show the row's prompt and the tools."""
+        self.row = row
+        schemas = [{"type": "function", "function": t.schema} for t in self._tools.values()]
+        return Observation(row.messages, row.images, schemas)
+
+    async def step(self, text: str) -> Step:
+        """Call the tools of a response, or finish the episode if it calls none."""
+        self._turns -= 1
+        reply = read_reply(text, self.context.chat)
+        if not reply.calls or not self._turns:
+            return await self.finish(text, reply)
+        shown, failed = list[ChatMessage](), 0
+        for call in reply.calls:
+            try:
+                content = await self.call(call)
+            except (MalformedCall, ToolError) as error:
+                content, failed = f"error: {error}", failed + 1
+            name = {"name": call.name} if isinstance(call, ToolCall) else {}
+            shown.append({"role": "tool", "content": content, **name})
+        counts = {"tool_calls": len(shown), "tool_errors": failed}
+        return Step(Observation(shown), 0.0, False, {"counts": counts})
+
+    async def call(self, call: ToolCall | MalformedCall) -> Content:
+        """Return the result of a call. Raises MalformedCall or ToolError, whose message the policy
+        reads; any other exception ends the episode as a failure.
+        """
+        if isinstance(call, MalformedCall):
+            raise call
+        if (tool := self._tools.get(call.name)) is None:
+            raise ToolError(f"there is no tool {call.name}; there is {', '.join(self._tools)}")
+        return await tool.call(call.arguments, self.context.tool_timeout)
+
+    async def finish(self, text: str, reply: Reply) -> Step:
+        """Score the last response, which is the answer. reply: The response in parts."""
+        return scored(await self.context.score(text, self.row))
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return list(self._tools.values())

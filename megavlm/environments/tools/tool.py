@@ -1,0 +1,145 @@
+"""Tools as functions: their JSON schema from types and docstring, and calls with checked
+arguments.
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
+
+from megavlm.environments.base import Content, Image
+
+_MARK = "_megavlm_tool"
+
+
+class ToolError(ValueError):
+    """A call that has failed. The policy reads the message."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that a policy may call.
+
+    schema: Its function in OpenAI's form: name, description and the JSON schema of its parameters.
+    function: Takes the arguments by name and returns text, an image, a list of both, or any other
+        value, which is shown as text. It may be async; otherwise it runs in a thread.
+    """
+
+    schema: Mapping[str, Any]
+    function: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        name: str = self.schema["name"]
+        return name
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> "Tool":
+        """Make a tool from a function with typed arguments and a docstring.
+
+        Raises ValueError for a function without a docstring, or with an argument whose type is
+        missing or has no JSON schema.
+        """
+        name = getattr(function, "__name__", str(function))
+        if not (description := inspect.getdoc(function)):
+            raise ValueError(f"the tool {name} has no docstring: tell the policy what it does")
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.annotation is parameter.empty:
+                raise ValueError(f"the tool {name} has no type for its argument {parameter.name}")
+        try:
+            parameters = TypeAdapter[Any](cast(Any, function)).json_schema()
+            checked = validate_call(function)
+        except PydanticUserError as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"the tool {name} has a type without a schema: {reason}") from error
+        schema = {"name": name, "description": description, "parameters": _untitled(parameters)}
+        return cls(schema, checked)
+
+    async def call(self, arguments: Mapping[str, Any], seconds: float) -> Content:
+        """Call the tool. Raises ToolError, with a sentence for the policy, if an argument is wrong,
+        the function raises, or there is no result in time.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                result = await self._run(_read(arguments, self.schema["parameters"]))
+        except ValidationError as error:
+            raise ToolError(f"{self.name}: {_problems(error)}") from error
+        except TimeoutError as error:
+            raise ToolError(f"{self.name}: no result in {seconds:g} s") from error
+        except ToolError:
+            raise
+        # A tool may raise anything; it is an observation for the policy.
+        except Exception as error:
+            raise ToolError(f"{self.name}: {error or type(error).__name__}"[:500]) from error
+        return _content(result)
+
+    async def _run(self, arguments: Mapping[str, Any]) -> Any:
+        if inspect.iscoroutinefunction(inspect.unwrap(self.function)):
+            return await self.function(**arguments)
+        result = await asyncio.to_thread(self.function, **arguments)
+        return await result if isinstance(result, Awaitable) else result
+
+
+def tool(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a method of a ToolEnvironment as a tool."""
+    setattr(method, _MARK, True)
+    return method
+
+
+def marked_tools(environment: object) -> list[Tool]:
+    """Return the methods of an object that are marked as tools, in the order in which they are
+    defined.
+    """
+    names: dict[str, None] = {}
+    for cls in reversed(type(environment).__mro__):
+        names |= {name: None for name, value in vars(cls).items() if hasattr(value, _MARK)}
+    return [Tool.of(getattr(environment, name)) for name in names]
+
+
+def _content(result: Any) -> Content:
+    if isinstance(result, str):
+        return result
+    if isinstance(result, Image):
+        return [result]
+    if isinstance(result, list | tuple) and any(isinstance(part, Image) for part in result):
+        return [part if isinstance(part, Image) else _shown(part) for part in result]
+    return _shown(result)
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _read(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Read arguments that are text, but not by the schema, as JSON: the form of tags has no other
+    types than text.
+    """
+    properties = parameters.get("properties", {})
+    read = dict(arguments)
+    for name, value in arguments.items():
+        if isinstance(value, str) and properties.get(name, {}).get("type") != "string":
+            try:
+                read[name] = json.loads(value)
+            except ValueError:
+                continue  # the check of its type names the problem
+    return read
+
+
+def _problems(error: ValidationError) -> str:
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found)
+
+
+def _untitled(schema: Any) -> Any:
+    """Return a JSON schema without titles, which repeat the names of arguments."""
+    if isinstance(schema, Mapping):
+        return {
+            key: _untitled(value)
+            for key, value in schema.items()
+            if key != "title" or not isinstance(value, str)
+        }
+    return [_untitled(item) for item in schema] if isinstance(schema, list) else schema

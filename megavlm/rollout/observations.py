@@ -1,0 +1,171 @@
+"""Observations as rows: the next turn of a prompt, within the budget of its episode."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megavlm.config.environment import EnvironmentConfig
+from megavlm.data.chat import IMAGE_PLACEHOLDER, ROLES, Message
+from megavlm.data.processor import Processor, Prompt
+from megavlm.data.rows import Row
+from megavlm.environments.base import ChatMessage, Image, Observation
+from megavlm.limited.failure import CallFailure
+
+
+class OverBudget(Exception):
+    """An observation that the budget of its episode does not admit. The message says why."""
+
+
+class Observer:
+    """Appends observations to prompts."""
+
+    def __init__(
+        self, processor: Processor, settings: EnvironmentConfig, max_new_tokens: int
+    ) -> None:
+        self._processor, self._settings = processor, settings
+        self._max_new_tokens = max_new_tokens
+
+    def row(self, base: Row, observation: Observation) -> Row:
+        """Return the first observation of an episode as a row.
+
+        Raises CallFailure if it does not have the form of Observation.
+        """
+        row = self._row(base, observation, list(observation.messages))
+        if row.messages and not any(message.role == "user" for message in row.messages):
+            raise self._unusable(base, "no user message")
+        return row
+
+    def next_prompt(
+        self, prompt: Prompt, response: Sequence[int], observation: Observation, num_first: int
+    ) -> tuple[Prompt | None, dict[str, int]]:
+        """Append a response and the observation after it to a prompt. Returns the next prompt, None
+        if the episode is over budget and ends, and counts for the log.
+
+        num_first: Number of images of the episode's first prompt, which are never replaced. Raises
+        CallFailure if the observation cannot be shown.
+        """
+        messages = [self._spelled_out(message) for message in observation.messages]
+        row = self._row(prompt.row, observation, messages)
+        following = self._appended(prompt, response, row)
+        counts = dict[str, int]()
+        most = self._settings.max_images
+        if self._settings.over_budget == "replace" and most is not None:
+            replaced = min(len(following.images) - most, len(prompt.images) - num_first)
+            if replaced > 0:
+                following = self._processor.without_images(
+                    following, range(num_first, num_first + replaced)
+                )
+                counts["images_replaced"] = replaced
+        try:
+            self._check(prompt, response, following)
+        except OverBudget as problem:
+            if self._settings.over_budget == "end":
+                return None, {"over_budget": 1}
+            note = [_refused(message, str(problem)) for message in messages]
+            row = self._row(prompt.row, Observation(note), note)
+            following, counts = self._appended(prompt, response, row), {"observations_refused": 1}
+            try:
+                self._check(prompt, response, following)
+            except OverBudget:
+                return None, {"over_budget": 1}
+        return following, counts
+
+    def _appended(self, prompt: Prompt, response: Sequence[int], row: Row) -> Prompt:
+        try:
+            return self._processor.next_turn(prompt, response, row)
+        except ValueError as error:
+            raise CallFailure("value", f"{self._name(prompt.row)}: {error}") from error
+
+    def _check(self, prompt: Prompt, response: Sequence[int], following: Prompt) -> None:
+        """Raise OverBudget if the next prompt is over budget."""
+        settings = self._settings
+        added = len(following.token_ids) - len(prompt.token_ids) - len(response)
+        if added > settings.max_observation_tokens:
+            raise OverBudget(
+                f"it has {added} tokens, and {settings.max_observation_tokens} are allowed"
+            )
+        if settings.max_images is not None and len(following.images) > settings.max_images:
+            raise OverBudget(f"no more than {settings.max_images} images are allowed")
+        longest = len(following.token_ids) + self._max_new_tokens
+        if settings.max_tokens is not None and longest > settings.max_tokens:
+            raise OverBudget("no room is left for it")
+
+    def _row(self, base: Row, observation: Observation, messages: Sequence[ChatMessage]) -> Row:
+        """Return an observation as a row. Without images, <image> in its text is plain text,
+        because the environment may repeat the policy's words.
+        """
+        read, images = list[Message](), list(observation.images)
+        for message in messages:
+            read.append(_message(message))
+            if read[-1].parts is not None:
+                images += [part.data for part in message["content"] if isinstance(part, Image)]
+        if problem := _problem(read, observation):
+            raise self._unusable(base, problem)
+        last = next((m.text for m in reversed(read) if m.role == "user"), read[-1].text)
+        alone = read == [Message("user", last)]
+        return replace(
+            base,
+            problem=last,
+            images=tuple(images),
+            messages=() if alone else tuple(read),
+            tools=tuple(observation.tools) or base.tools,
+        )
+
+    def _spelled_out(self, message: ChatMessage) -> ChatMessage:
+        """Return a message whose text has no control tokens: a tool may show any text."""
+        content, spell = message["content"], self._processor.chat_template.spelled_out
+        if isinstance(content, str):
+            return {**message, "content": spell(content)}
+        if not isinstance(content, Sequence):
+            return message
+        return {**message, "content": [spell(p) if isinstance(p, str) else p for p in content]}
+
+    def _unusable(self, row: Row, problem: str) -> CallFailure:
+        return CallFailure(
+            "value",
+            f"{self._name(row)}: an observation has {problem}; give it messages whose content is "
+            "text or parts, and text an <image> for each of Observation.images or none",
+        )
+
+    def _name(self, row: Row) -> str:
+        return f"environment.name={self._settings.name}, {row.source}"
+
+
+def _message(message: ChatMessage) -> Message:
+    keys = {key: value for key, value in message.items() if key not in ("role", "content")}
+    role, content = message["role"], message["content"]
+    if isinstance(content, str) or not _is_parts(content):
+        return Message(role, content, keys)
+    text = "".join(part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in content)
+    return Message(role, text, keys, parts=tuple(map(_part, content)))
+
+
+def _is_parts(content: object) -> bool:
+    return isinstance(content, Sequence) and all(isinstance(p, str | Image) for p in content)
+
+
+def _part(part: str | Image) -> Mapping[str, str]:
+    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+
+
+def _problem(messages: Sequence[Message], observation: Observation) -> str:
+    """Return why messages cannot be shown to a policy; "" if they can."""
+    if not messages:
+        return "no message"
+    for message in messages:
+        if message.role not in ROLES:
+            return f"the role {message.role!r:.40}, which is none of {', '.join(ROLES)}"
+        if not isinstance(message.text, str):
+            return f"the content {message.text!r:.80}"
+    number = len(observation.images)
+    if number and any(message.parts for message in messages):
+        return f"both content in parts and {number} images beside it"
+    marks = sum(message.text.count(IMAGE_PLACEHOLDER) for message in messages)
+    if number and marks not in (0, number):
+        return f"{marks} <image> for {number} images"
+    return ""
+
+
+def _refused(message: ChatMessage, why: str) -> dict[str, Any]:
+    """Return a message in place of one that is over budget."""
+    return {**message, "content": f"error: this was left out: {why}"}
