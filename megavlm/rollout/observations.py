@@ -94,10 +94,12 @@ class Observer:
         """Return an observation as a row. Without images, <image> in its text is plain text,
         because the environment may repeat the policy's words.
         """
+        # If one message has parts, a placeholder is plain text in all of them.
+        has_parts = any(_is_parts(message["content"]) for message in messages)
         read, images = list[Message](), list(observation.images)
         for message in messages:
-            read.append(_message(message))
-            if read[-1].parts is not None:
+            read.append(_message(message, has_parts))
+            if has_parts:
                 images += [part.data for part in message["content"] if isinstance(part, Image)]
         if problem := _problem(read, observation):
             raise self._unusable(base, problem)
@@ -131,17 +133,23 @@ class Observer:
         return f"environment.name={self._settings.name}, {row.source}"
 
 
-def _message(message: ChatMessage) -> Message:
+def _message(message: ChatMessage, has_parts: bool) -> Message:
     keys = {key: value for key, value in message.items() if key not in ("role", "content")}
     role, content = message["role"], message["content"]
-    if isinstance(content, str) or not _is_parts(content):
+    if not has_parts or (not isinstance(content, str) and not _is_parts(content)):
         return Message(role, content, keys)
+    content = [content] if isinstance(content, str) else content
     text = "".join(part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in content)
     return Message(role, text, keys, parts=tuple(map(_part, content)))
 
 
 def _is_parts(content: object) -> bool:
-    return isinstance(content, Sequence) and all(isinstance(p, str | Image) for p in content)
+    """Return True for content that is a sequence of texts and images."""
+    return (
+        isinstance(content, Sequence)
+        and not isinstance(content, str)
+        and all(isinstance(part, str | Image) for part in content)
+    )
 
 
 def _part(part: str | Image) -> Mapping[str, str]:
