@@ -138,7 +138,8 @@ class _Writer:
             turns.append(turn)
         score = episode.score
         score_record = asdict(score) | {"parts": dict(score.parts)}
-        return record | {"turns": turns, "score": score_record}
+        counts = {"counts": dict(episode.counts)} if episode.counts else {}
+        return record | {"turns": turns, "score": score_record} | counts
 
     def _whole(self, prompt: Prompt, known: Mapping[str, int]) -> dict[str, Any]:
         return self._shown(prompt, 0, 0, known) | {"message": prompt.row.problem}
@@ -205,6 +206,7 @@ class _Reader:
             start = self._prompt(base, start, (), (), record["start"])
         prompt: Prompt | None = start
         episode = Episode(start)
+        episode.count(record.get("counts", {}))
         score = Score(**record["score"])
         for turn in record["turns"]:
             assert prompt is not None

@@ -1,17 +1,22 @@
-"""The examples in the guide to environments and rewards work as it says."""
+"""The examples in the guides to environments, rewards and agents work as they say."""
 
 import asyncio
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from megavlm.config.environment import EnvironmentConfig
 from megavlm.config.import_path import import_object
 from megavlm.config.load import load
 from megavlm.config.reward import Reward
 from megavlm.config.schema import Config
 from megavlm.data.rows import Row
+from megavlm.environments import registry
+from megavlm.environments.base import Context, Environment
+from megavlm.environments.tools.load import load_tools
 from megavlm.evaluation.attempts import Attempt, Candidate, Question, SkippedRows
 from megavlm.rewards.base import Example, ResponseDetails, Score
 from megavlm.rewards.manager import Part, RewardManager
@@ -24,11 +29,12 @@ from tests.support.timeouts import scaled
 @pytest.fixture(autouse=True)
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write the guide's files to the working directory, where nothing else imports them."""
-    text = (ROOT / "docs/guides/environments.md").read_text(encoding="utf-8")
-    for _, title, block in FENCE.findall(text):
-        if title:
-            (tmp_path / title).parent.mkdir(exist_ok=True)
-            (tmp_path / title).write_text(block, encoding="utf-8")
+    for guide in ("environments", "agents"):
+        text = (ROOT / f"docs/guides/{guide}.md").read_text(encoding="utf-8")
+        for _, title, block in FENCE.findall(text):
+            if title:
+                (tmp_path / title).parent.mkdir(exist_ok=True)
+                (tmp_path / title).write_text(block, encoding="utf-8")
     base = "environment: {name: single_turn}\n"
     (tmp_path / "mine.yaml").write_text(base, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -96,3 +102,69 @@ def test_the_guide_s_ranking_ranks_a_group() -> None:
     added = asyncio.run(score())
     assert [score.reward for score in added] == pytest.approx([0.05, 0.1, 0.0])
     assert added[0] == Score(added[0].reward, True, {"right": 1.0, "brief": 0.5})
+
+
+async def nothing(text: str, row: Example) -> Score:
+    return Score(0.5, False)
+
+
+def environment_of(recipe: str | None = None, name: str = "") -> Environment:
+    """Make the environment that one of the guide's recipes names, in this process."""
+    settings = EnvironmentConfig(name=name)
+    if recipe:
+        config: Config = load(Path(recipe), ["model.folder=x"])
+        settings = config.environment
+    cls = registry.load_environment(settings.name, settings.options, settings.tools)
+    context = Context(nothing, settings.max_turns, tools=load_tools(settings.tools))
+    return registry.make(cls, context, settings.options)
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_the_guide_s_environment_is_played() -> None:
+    environment = environment_of("guessing.yaml")
+    shown = asyncio.run(environment.reset(Example("Hello."), seed=3))
+    assert shown.messages[0]["content"] == "Hello. Guess my number, from 1 to 20."
+    low, high, turns = 1, 20, 0
+    while True:
+        guess = (low + high) // 2
+        step = asyncio.run(environment.step(str(guess)))
+        if step.done:
+            break
+        assert step.observation is not None and step.reward == -0.05
+        low, high = (
+            (guess, high) if step.observation.messages[0]["content"] == "More." else (low, guess)
+        )
+        turns += 1
+    assert step.reward == 1.0 and 0 < turns < 6
+    assert asyncio.run(environment.step("?")).observation is not None
+
+
+def test_the_guide_s_tools_are_called() -> None:
+    environment = environment_of("my_tools.yaml")
+    shown = asyncio.run(environment.reset(Example("?"), seed=0))
+    assert shown.tools[0]["function"]["parameters"]["properties"]["unit"]["enum"] == [
+        "cm",
+        "in",
+        "ft",
+        "m",
+    ]
+    step = asyncio.run(environment.step(call("convert", length="2", unit="m", to="cm")))
+    assert step.observation is not None and step.observation.messages[0]["content"] == "200 cm"
+    wrong = asyncio.run(environment.step(call("convert", length=2, unit="mile", to="cm")))
+    assert wrong.observation is not None
+    assert wrong.observation.messages[0]["content"].startswith("error: convert: unit: ")
+
+
+def test_the_guide_s_shop_has_state() -> None:
+    environment = environment_of(name="shop:Shop")
+    asyncio.run(environment.reset(Example("?", extra={"shelf": ["tea", "milk"]}), seed=0))
+    for item, said in (
+        ("tea", "in the basket: tea"),
+        ("rum", "error: rum is sold out"),
+        ("milk", "in the basket: tea, milk"),
+    ):
+        step = asyncio.run(environment.step(call("add", item=item)))
+        assert step.observation is not None and step.observation.messages[0]["content"] == said
