@@ -110,9 +110,9 @@ async def nothing(text: str, row: Example) -> Score:
 
 def environment_of(recipe: str | None = None, name: str = "") -> Environment:
     """Make the environment that one of the guide's recipes names, in this process."""
-    settings = EnvironmentConfig(name=name)
+    settings = EnvironmentConfig(name=name, max_turns=4)
     if recipe:
-        config: Config = load(Path(recipe), ["model.folder=x"])
+        config: Config = load(Path(recipe), ["model.folder=x", "run.dir=x"])
         settings = config.environment
     cls = registry.load_environment(settings.name, settings.options, settings.tools)
     context = Context(nothing, settings.max_turns, tools=load_tools(settings.tools))
@@ -125,7 +125,7 @@ def call(name: str, **arguments: object) -> str:
 
 def test_the_guide_s_environment_is_played() -> None:
     environment = environment_of("guessing.yaml")
-    shown = asyncio.run(environment.reset(Example("Hello."), seed=3))
+    shown = asyncio.run(environment.reset(Example("Hello.", ""), seed=3))
     assert shown.messages[0]["content"] == "Hello. Guess my number, from 1 to 20."
     low, high, turns = 1, 20, 0
     while True:
@@ -134,9 +134,10 @@ def test_the_guide_s_environment_is_played() -> None:
         if step.done:
             break
         assert step.observation is not None and step.reward == -0.05
-        low, high = (
-            (guess, high) if step.observation.messages[0]["content"] == "More." else (low, guess)
-        )
+        if step.observation.messages[0]["content"] == "More.":
+            low = guess
+        else:
+            high = guess
         turns += 1
     assert step.reward == 1.0 and 0 < turns < 6
     assert asyncio.run(environment.step("?")).observation is not None
@@ -144,13 +145,9 @@ def test_the_guide_s_environment_is_played() -> None:
 
 def test_the_guide_s_tools_are_called() -> None:
     environment = environment_of("my_tools.yaml")
-    shown = asyncio.run(environment.reset(Example("?"), seed=0))
-    assert shown.tools[0]["function"]["parameters"]["properties"]["unit"]["enum"] == [
-        "cm",
-        "in",
-        "ft",
-        "m",
-    ]
+    shown = asyncio.run(environment.reset(Example("?", ""), seed=0))
+    properties = shown.tools[0]["function"]["parameters"]["properties"]
+    assert properties["unit"]["enum"] == ["cm", "in", "ft", "m"]
     step = asyncio.run(environment.step(call("convert", length="2", unit="m", to="cm")))
     assert step.observation is not None and step.observation.messages[0]["content"] == "200 cm"
     wrong = asyncio.run(environment.step(call("convert", length=2, unit="mile", to="cm")))
@@ -160,7 +157,7 @@ def test_the_guide_s_tools_are_called() -> None:
 
 def test_the_guide_s_shop_has_state() -> None:
     environment = environment_of(name="shop:Shop")
-    asyncio.run(environment.reset(Example("?", extra={"shelf": ["tea", "milk"]}), seed=0))
+    asyncio.run(environment.reset(Example("?", "", extra={"shelf": ["tea", "milk"]}), seed=0))
     for item, said in (
         ("tea", "in the basket: tea"),
         ("rum", "error: rum is sold out"),
