@@ -84,8 +84,10 @@ class Observer:
             raise OverBudget(
                 f"it has {added} tokens, and {settings.max_observation_tokens} are allowed"
             )
-        if settings.max_images is not None and len(following.images) > settings.max_images:
-            raise OverBudget(f"no more than {settings.max_images} images are allowed")
+        # A row may have more images than that; text after them is no matter.
+        most = settings.max_images
+        if most is not None and len(following.images) > max(most, len(prompt.images)):
+            raise OverBudget(f"no more than {most} images are allowed")
         longest = len(following.token_ids) + self._max_new_tokens
         if settings.max_tokens is not None and longest > settings.max_tokens:
             raise OverBudget("no room is left for it")

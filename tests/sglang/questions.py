@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from megavlm.data.chat import Message
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.inference.protocol import Response, Sampling
@@ -38,7 +39,12 @@ def next_turns(processor: Processor) -> dict[str, Prompt]:
     row = Row(9, QUESTION[:20], "", (), "", "test:9")
     shown = replace(row, images=(image(84, 56, seed=9),))
     first = prompts(processor)["one image"]
+    parts = ({"type": "text", "text": "the <image>:"}, {"type": "image"})
+    result = replace(shown, messages=(Message("tool", "the crop", {"name": "zoom"}, parts=parts),))
+    zoomed = processor.next_turn(first, said, result)
     return {
+        "a tool's image": zoomed,
+        "a note instead of the first image": processor.without_images(zoomed, range(1)),
         "spelled": processor.next_turn(first, said, row),
         "spelled, and another image": processor.next_turn(first, said, shown),
     }

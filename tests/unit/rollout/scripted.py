@@ -83,10 +83,11 @@ def play(
     policy: Policy,
     name: str,
     n: int = 2,
+    row: Row = ROW,
     **settings: Any,
 ) -> list[Episode]:
     playing = episode_runner(processor, manager, name, **settings)
-    group = Group(processor.prompt(ROW))
+    group = Group(processor.prompt(row))
     try:
         playing.play(playing.start([group], n), policy)
     finally:

@@ -1,5 +1,6 @@
 """Budgets of an episode: long observations, many images and all tokens."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,9 +27,8 @@ def played(
     processor: Processor, manager: RewardManager, turns: int, options: Any = None, **settings: Any
 ) -> Episode:
     policy = Policy(processor, *["3"] * turns)
-    (episode,) = play(
-        processor, manager, policy, SHOWING, n=1, max_turns=turns, options=options or {}, **settings
-    )
+    settings |= {"n": 1, "max_turns": turns, "options": options or {}}
+    (episode,) = play(processor, manager, policy, SHOWING, **settings)
     return episode
 
 
@@ -107,6 +107,14 @@ def test_images_of_the_row_are_never_replaced(processor: Processor, manager: Rew
     episode = played(processor, manager, 2, {"show": 2}, max_images=2, over_budget="replace")
     assert len(episode.prompts[1].images) == 1
     assert "no more than 2 images are allowed" in shown(processor, episode, 1)
+
+
+def test_text_after_more_images_than_that_is_shown(
+    processor: Processor, manager: RewardManager
+) -> None:
+    many = replace(ROW, images=ROW.images * 3, problem="How many?")
+    episode = played(processor, manager, 2, {"show": 0}, max_images=2, row=many)
+    assert len(episode.prompts[1].images) == 3 and not episode.counts
 
 
 def test_a_tool_that_may_take_longer_than_its_turn_is_refused() -> None:
