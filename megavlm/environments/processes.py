@@ -109,12 +109,12 @@ class EnvironmentPool:
 
 async def make_environments(settings: EnvironmentConfig) -> Local | EnvironmentPool:
     """Load the environment. A class runs in processes, the first of which starts here, unless it is
-    built in and declares that it `runs_in_driver`.
+    built in, declares that it `runs_in_driver`, and calls no tools of a recipe.
 
     Raises ValueError if it cannot be loaded or does not have the options.
     """
-    if registry.find_environment(settings.name).is_built_in:
-        cls = registry.load_environment(settings.name, settings.options, settings.tools)
+    if registry.find_environment(settings.name).is_built_in and not settings.tools:
+        cls = registry.load_environment(settings.name, settings.options)
         if getattr(cls, "runs_in_driver", False):
             return Local(cls, settings.options)
     pool = EnvironmentPool(settings)

@@ -293,3 +293,38 @@ def test_a_built_in_environment_that_is_left_open_is_closed_at_the_end(
     monkeypatch.setattr(SingleTurn, "close", close, raising=False)
     asyncio.run(work())
     assert "an environment did not close: KeyError('as told')" in caplog.text
+
+
+def test_a_recipe_s_tools_are_called_in_processes_with_limits() -> None:
+    """Also where the environment itself would run in the trainer's process."""
+    tools = ("session_environments:where",)
+    settings = EnvironmentConfig(name="geo3k_calculator", tools=tools, max_turns=3, workers=1)
+    call = '<tool_call>\n{"name": "where", "arguments": {}}\n</tool_call>'
+
+    async def work() -> None:
+        made = await processes.make_environments(settings)
+        environment = await made.make(CONTEXT)
+        shown = await environment.reset(ROW, 0)
+        names = [schema["function"]["name"] for schema in shown.tools]
+        assert names == ["calculator", "where"]
+        step = await environment.step(call)
+        assert step.observation is not None
+        assert int(step.observation.messages[0]["content"]) != os.getpid()
+        await made.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("name", "tools", "problem"),
+    [
+        ("tools", ("session_environments:nothing",), "environment.tools: .*nothing cannot be impo"),
+        ("tools", ("session_environments:untyped",), "the tool untyped has no type for its argu"),
+        ("session_environments:Keeping", ("session_environments:where",), "calls no tools; set"),
+    ],
+)
+def test_tools_that_cannot_be_called_are_refused_before_a_start(
+    name: str, tools: tuple[str, ...], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        asyncio.run(processes.make_environments(EnvironmentConfig(name=name, tools=tools)))

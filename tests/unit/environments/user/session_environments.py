@@ -104,3 +104,13 @@ class Keeping:
 class Plain(Keeping):
     def close(self) -> Any:
         self.write("closed")
+
+
+def where() -> str:
+    """Return the process that calls."""
+    return str(os.getpid())
+
+
+def untyped(place) -> str:  # type: ignore[no-untyped-def]
+    """Return the place."""
+    return str(place)
