@@ -273,13 +273,6 @@ def _check_optimizer(config: Config) -> None:
 def _check_evaluation(config: Config) -> None:
     evaluation = config.evaluation
     wanted = [name for name in ("every", "before", "after") if getattr(evaluation, name)]
-    generates = wanted or isinstance(config.algorithm, PolicyOptimization)
-    if config.data.video_key is not None and generates:
-        key = f"evaluation.{wanted[0]}" if wanted else f"algorithm.name={config.algorithm.name}"
-        raise ValueError(
-            f"data.video_key={config.data.video_key} with {key}: the rollout servers do not take "
-            "videos yet; use algorithm.name=sft without evaluation, or data.video_key=null"
-        )
     if wanted and not config.data.test_files:
         key = f"evaluation.{wanted[0]}"
         raise ValueError(

@@ -15,7 +15,7 @@ from megavlm.config.data import Data
 from megavlm.data.chat_template import ChatTemplate, text_after_response
 from megavlm.data.image_processing import ImageCache, ImageProcessor, ProcessedImage
 from megavlm.data.rows import Row
-from megavlm.data.videos import VideoProcessor
+from megavlm.data.videos import ProcessedVideo, VideoProcessor
 from megavlm.families import Family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
@@ -59,17 +59,15 @@ class Prompt:
         return len(self.token_ids) - len(self.short_ids) + len(self.images)
 
     @property
-    def request_ids(self) -> tuple[int, ...]:
-        """Token ids for the rollout server, with one vision token per image: the server expands it.
+    def has_videos(self) -> bool:
+        return any(image.is_video for image in self.images)
 
-        Raises ValueError for a prompt with videos, because rollout servers do not accept videos.
+    @property
+    def request_ids(self) -> tuple[int, ...]:
+        """Token ids for the rollout server. A server expands the one vision token of an image
+        itself, but never the tokens of a prompt with videos.
         """
-        if any(image.is_video for image in self.images):
-            raise ValueError(
-                f"{self.row.source}: the row has videos, which the rollout servers are not sent "
-                "yet; use rows of text and images where responses are sampled"
-            )
-        return self.short_ids
+        return tuple(self.token_ids.tolist()) if self.has_videos else self.short_ids
 
 
 class Processor:
@@ -203,13 +201,12 @@ class Processor:
         )
 
     def next_turn(self, prompt: Prompt, response: Sequence[int], row: Row) -> Prompt:
-        """Append to a prompt a response that ended its turn, followed by the messages and images of
-        `row` as the next turn. Earlier tokens are not tokenized again.
+        """Append to a prompt a response that ended its turn, followed by the messages, images and
+        videos of `row` as the next turn. Earlier tokens are not tokenized again.
 
         Raises ValueError as `prompt` does, but not for the length.
         """
         assert response[-1] == self.eos_id, "a truncated turn has no next one"
-        assert not row.videos, "rollouts have no videos"
         following = self._ids(row, self.chat_template.next_turn(row))
         short_ids = [*prompt.short_ids, *response, *following]
         return self._prompt(row, short_ids, prompt.images)
@@ -217,8 +214,8 @@ class Processor:
     def with_images(
         self, row: Row, short_ids: Sequence[int], images: Sequence[ProcessedImage]
     ) -> Prompt:
-        """Return the prompt for the given tokens, with one vision token per image, and images that
-        are already processed.
+        """Return the prompt for the given tokens, with one vision token per image or video, and
+        images and videos that are already processed.
         """
         return self._prompt(row, list(short_ids), images)
 
@@ -257,7 +254,8 @@ class Processor:
     ) -> Prompt:
         """Build a prompt.
 
-        known: Processed images of the first image tokens; further images come from the row.
+        known: Processed images and videos of the first vision tokens; further ones come from the
+            row.
         turns: Bounds of turns in short_ids.
         """
         encoded, videos = iter(row.images), iter(row.videos)
@@ -277,7 +275,8 @@ class Processor:
                     token_ids += self._images.prompt_ids(image.num_tokens)
                     images.append(image)
                 elif self._videos is not None and token == self._videos.token_id:
-                    video = self._videos.video(next(videos))
+                    video = next(before, None) or self._videos.video(next(videos))
+                    assert isinstance(video, ProcessedVideo)
                     token_ids += self._videos.prompt_ids(video.grid, video.times)
                     images.append(video)
                 else:

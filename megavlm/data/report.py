@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megavlm.data.image_decoding import decode
 from megavlm.data.summary import Summary
+from megavlm.data.video_sources import pictures
 from megavlm.observability.page import embed, render
 from megavlm.writing import write_whole
 
@@ -61,7 +61,7 @@ def _split(name: str, summary: Summary) -> dict[str, Any]:
         "reasons": summary.reasons,
         "more_reasons": summary.num_bad + summary.num_long - len(summary.reasons),
         "samples": [
-            (row, [embed(decode(data)) for data in row.images], num_tokens)
+            (row, [embed(shown) for shown in pictures(row.images, row.videos)], num_tokens)
             for row, num_tokens in summary.samples
         ],
     }

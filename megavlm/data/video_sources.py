@@ -1,12 +1,15 @@
 """Encoded videos from the cells of a video column: files, or frames that are already sampled."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from PIL import Image
+
 from megavlm.data.image_decoding import decode
 from megavlm.data.image_sources import DataFolder, is_url, media_bytes
-from megavlm.data.video_decoding import read_header
+from megavlm.data.video_decoding import decode_frames, read_header
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,14 @@ def check_video(video: AnyVideo) -> None:
             decode(frame)
         except ValueError as error:
             raise ValueError(f"frame {number}: {error}") from error
+
+
+def pictures(images: Iterable[bytes], videos: Iterable[AnyVideo]) -> list[Image.Image]:
+    """Return the images, and the first frame of each video, for a page that shows them."""
+    frames = [
+        Image.fromarray(next(decode_frames(video.data, [0])))
+        if isinstance(video, VideoFile)
+        else decode(video.frames[0])
+        for video in videos
+    ]
+    return [*map(decode, images), *frames]

@@ -5,15 +5,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megavlm.data.rows import Row
+from megavlm.data.video_sources import AnyVideo
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Turn of an attempt. message, images: observation before the turn; empty in the first one."""
+    """Turn of an attempt. message, images, videos: observation before the turn; empty in the first
+    one.
+    """
 
     text: str
     message: str = ""
     images: Sequence[bytes] = ()
+    videos: Sequence[AnyVideo] = ()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Blind baselines: answers guessed from training rows by their text, and exchanged images."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,15 +55,16 @@ def answers_by_category(rows: Sequence[Row]) -> dict[str, set[str]]:
 
 
 def exchange_images(rows: Sequence[Row], seed: int) -> list[Row]:
-    """Return the rows, in order, each with the images of another row that has as many images.
+    """Return the rows, in order, each with the images and videos of another row that has as many.
 
-    A row is left out if it cannot get other images: it has no images, no other row has as many, or
-    most rows with as many images share the same ones.
+    A row is left out if it cannot get others: it has none, no other row has as many, or most rows
+    with as many share the same ones.
     """
     rng = np.random.default_rng(seed)
-    groups: dict[int, dict[tuple[bytes, ...], list[int]]] = {}
+    groups: dict[tuple[int, int], dict[Hashable, list[int]]] = {}
     for index, row in enumerate(rows):
-        groups.setdefault(len(row.images), {}).setdefault(row.images, []).append(index)
+        number = len(row.images), len(row.videos)
+        groups.setdefault(number, {}).setdefault((row.images, row.videos), []).append(index)
     exchanged: dict[int, Row] = {}
     for same in groups.values():
         # Rows with the same images are neighbours: a shift by the size of the largest such block
@@ -72,8 +73,9 @@ def exchange_images(rows: Sequence[Row], seed: int) -> list[Row]:
         order = [index for block in rng.permutation(len(blocks)) for index in blocks[block]]
         sources = np.roll(order, max(map(len, blocks)))
         for receiver, source in zip(order, sources, strict=True):
-            if rows[source].images != rows[receiver].images:
-                exchanged[receiver] = replace(rows[receiver], images=rows[source].images)
+            images, videos = rows[source].images, rows[source].videos
+            if (images, videos) != (rows[receiver].images, rows[receiver].videos):
+                exchanged[receiver] = replace(rows[receiver], images=images, videos=videos)
     return [exchanged[index] for index in sorted(exchanged)]
 
 

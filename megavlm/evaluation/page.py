@@ -2,12 +2,12 @@
 rewards.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megavlm.data.image_decoding import decode
 from megavlm.data.rows import Row
+from megavlm.data.video_sources import pictures
 from megavlm.evaluation.attempts import Attempt, Candidate, Question, Turn
 from megavlm.evaluation.statistics import Estimate, PairedTest
 from megavlm.evaluation.tables import MeasureTable, ModelComparison
@@ -168,16 +168,16 @@ def _question(group: Sequence[Question | None], names: Sequence[str]) -> Shown:
         for name, question in zip(names, group, strict=True)
         if question is not None
     ]
-    return row, _embedded(row.images), answers
+    return row, _embedded(row), answers
 
 
 def _turns(attempt: Attempt) -> list[ShownTurn]:
     turns = attempt.turns or [Turn(attempt.text)]
-    return [ShownTurn(turn.text, turn.message, _embedded(turn.images)) for turn in turns]
+    return [ShownTurn(turn.text, turn.message, _embedded(turn)) for turn in turns]
 
 
-def _embedded(images: Iterable[bytes]) -> list[EmbeddedImage]:
-    return [embed(decode(data)) for data in images]
+def _embedded(shown: Row | Turn) -> list[EmbeddedImage]:
+    return [embed(picture) for picture in pictures(shown.images, shown.videos)]
 
 
 def _notes(attempt: Attempt) -> list[str]:

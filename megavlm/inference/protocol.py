@@ -2,12 +2,16 @@
 
 Tokens in, tokens out: prompts are sent as token ids, with one image token per image that SGLang
 expands itself. Images are already resized. They are sent as bytes, or as paths of in-memory files
-on this machine, but never as a URL, so that a server downloads nothing.
+on this machine, but never as a URL, so that a server downloads nothing. A prompt with videos is
+sent with all its vision tokens, its positions and the frames of its images and videos, for
+server_support/megavlm_videos.py.
 """
 
+import base64
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -27,7 +31,15 @@ ADAPTER_PREFIX = "megavlm-"
 # and int() of it overflows.
 MALFORMED = (KeyError, TypeError, ValueError, OverflowError)
 Body = bytes | memoryview  # a part of a request's body
-TextOf = Callable[["ProcessedImage"], Body]  # returns an image as a JSON string
+MEDIA = "megavlm:"  # begin of a video's text in a request, see server_support/megavlm_videos.py
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Functions that return an image, and the content of `processed_media`, as a JSON string."""
+
+    image: Callable[["ProcessedImage"], Body]
+    media: Callable[[Sequence[Body]], Body]
 
 
 @dataclass(frozen=True)
@@ -109,13 +121,19 @@ def is_complete(responses: Sequence[Response]) -> bool:
     return bool(responses) and all(response.is_complete for response in responses)
 
 
-def data_url(image: "ProcessedImage") -> Body:
-    """Return an image's content as a data: URL, in JSON."""
+def _data_url(image: "ProcessedImage") -> Body:
     return image.request_text.numpy().data
 
 
+def _base64(parts: Sequence[Body]) -> Body:
+    return b'"%s%s"' % (MEDIA.encode(), base64.b64encode(b"".join(parts)))
+
+
+IN_BODY = Encoder(_data_url, _base64)
+
+
 def generate_body(
-    prompts: Sequence["Prompt"], n: int, sampling: Sampling, text_of: TextOf = data_url
+    prompts: Sequence["Prompt"], n: int, sampling: Sampling, encoder: Encoder = IN_BODY
 ) -> list[Body]:
     """Return the JSON body of a /generate request for n responses to each prompt, in parts."""
     body: dict[str, Any] = {
@@ -124,17 +142,20 @@ def generate_body(
         "return_logprob": True,
     }
     body |= _names(sampling)
-    if not any(prompt.images for prompt in prompts):
-        return [json.dumps(body).encode()]
-    return _with_images(body, _listed([_listed(_texts(prompt, text_of)) for prompt in prompts]))
+    media: dict[str, list[Body]] = {}
+    if any(prompt.images and not prompt.has_videos for prompt in prompts):
+        media["image_data"] = _listed([_listed(_texts(prompt, encoder)) for prompt in prompts])
+    if any(prompt.has_videos for prompt in prompts):
+        media["video_data"] = _listed([_listed(_media(prompt, encoder)) for prompt in prompts])
+    return _with_media(body, media)
 
 
 def continue_body(
-    prompt: "Prompt", begun: Sequence[Response], sampling: Sampling, text_of: TextOf = data_url
+    prompt: "Prompt", begun: Sequence[Response], sampling: Sampling, encoder: Encoder = IN_BODY
 ) -> list[Body]:
     """Return the JSON body of a /generate request that continues a prompt's aborted responses, in
-    parts. A single image is included once for all responses; SGLang accepts several images only as
-    a list per response.
+    parts. A single image, and the media of a prompt with videos, are included once for all
+    responses; SGLang accepts several images only as a list per response.
     """
     body: dict[str, Any] = {
         "input_ids": [[*prompt.request_ids, *response.token_ids] for response in begun],
@@ -145,12 +166,13 @@ def continue_body(
         "return_logprob": True,
     }
     body |= _names(sampling)
+    if prompt.has_videos:
+        return _with_media(body, {"video_data": _media(prompt, encoder)[0]})
     if not prompt.images:
-        return [json.dumps(body).encode()]
-    texts = _texts(prompt, text_of)
-    return _with_images(
-        body, texts[0] if len(texts) == 1 else _listed([_listed(texts)] * len(begun))
-    )
+        return _with_media(body, {})
+    texts = _texts(prompt, encoder)
+    shown = texts[0] if len(texts) == 1 else _listed([_listed(texts)] * len(begun))
+    return _with_media(body, {"image_data": shown})
 
 
 def _names(sampling: Sampling) -> dict[str, str]:
@@ -184,9 +206,12 @@ def json_object(reply: httpx.Response) -> dict[str, Any]:
     return answer
 
 
-def _with_images(body: Mapping[str, Any], images: Sequence[Body]) -> list[Body]:
-    """Return a body's JSON with `image_data` appended. The long image texts are not copied."""
-    return [json.dumps(body).encode()[:-1], b', "image_data": ', *images, b"}"]
+def _with_media(body: Mapping[str, Any], media: Mapping[str, Sequence[Body]]) -> list[Body]:
+    """Return a body's JSON with further keys appended. Their long texts are not copied."""
+    parts: list[Body] = [json.dumps(body).encode()[:-1]]
+    for key, values in media.items():
+        parts += [f', "{key}": '.encode(), *values]
+    return [*parts, b"}"]
 
 
 def _listed(items: Sequence[Sequence[Body]]) -> list[Body]:
@@ -197,8 +222,46 @@ def _listed(items: Sequence[Sequence[Body]]) -> list[Body]:
     return [*parts, b"]"] if parts else [b"[]"]
 
 
-def _texts(prompt: "Prompt", text_of: TextOf) -> list[list[Body]]:
-    return [[text_of(image)] for image in prompt.images]
+def _texts(prompt: "Prompt", encoder: Encoder) -> list[list[Body]]:
+    if prompt.has_videos:
+        return []
+    return [[encoder.image(image)] for image in prompt.images]
+
+
+def _media(prompt: "Prompt", encoder: Encoder) -> list[list[Body]]:
+    return [[encoder.media(processed_media(prompt))]] if prompt.has_videos else []
+
+
+def processed_media(prompt: "Prompt") -> list[Body]:
+    """Return the images and videos of a prompt for server_support/megavlm_videos.py: the length of
+    a header, the header, the positions, and the frames of each image and video.
+    """
+    header = {
+        "media": [
+            {
+                "is_video": image.is_video,
+                "shape": [*image.pixels.shape[:3]],
+                "hash": _cache_key(image),
+            }
+            for image in prompt.images
+        ],
+        "format": asdict(prompt.images[0].format),
+        "num_tokens": len(prompt.token_ids),
+        "next_position": prompt.next_position,
+    }
+    text = json.dumps(header).encode()
+    tensors = [prompt.positions.int().contiguous(), *(image.content for image in prompt.images)]
+    contents = [tensor.numpy().data.cast("B") for tensor in tensors]
+    return [len(text).to_bytes(8, "little"), text, *contents]
+
+
+def _cache_key(image: "ProcessedImage") -> int:
+    """Return the number by which a server caches an image's or a video's features and prefixes. It
+    includes the times of a video, because its tokens' positions may depend on them.
+    """
+    times = getattr(image, "times", ())
+    digest = hashlib.sha256(f"{image.key} {image.grid} {times}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")
 
 
 def parse_generate(

@@ -13,14 +13,15 @@ import httpx
 
 from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import (
+    IN_BODY,
     MALFORMED,
+    MEDIA,
     Body,
+    Encoder,
     Response,
     Sampling,
-    TextOf,
     bearer,
     continue_body,
-    data_url,
     generate_body,
     parse_continue,
     parse_generate,
@@ -29,7 +30,6 @@ from megavlm.inference.server_pool.routing import Address
 from megavlm.parallel.shared_file import shared_file
 
 if TYPE_CHECKING:
-    from megavlm.data.image_processing import ProcessedImage
     from megavlm.data.processor import Prompt
 
 ATTEMPTS = 4  # maximum attempts of a request, over all servers
@@ -121,17 +121,22 @@ class Request:
         self, http: httpx.AsyncClient, address: Address, sampling: Sampling, limits: RequestLimits
     ) -> list[list[Response]]:
         """Send the request and return the responses of each prompt. A server on this machine gets
-        images as paths of in-memory files.
+        images and videos as paths of in-memory files.
 
         Raises RequestFailed if another attempt may succeed, and RolloutRequestError for a 4xx
-        status or as `parse_generate` does.
+        status, for videos that the server does not take, or as `parse_generate` does.
         """
         url = address.url + "/generate"
+        if not address.takes_videos and any(prompt.has_videos for prompt in self.prompts):
+            raise RolloutRequestError(
+                f"{address.url} does not take the videos of {self.source}: only servers that a run "
+                "starts itself (rollout.mode=managed), or that python -m megavlm.slurm.servers "
+                "starts, take videos, and not through rollout.router"
+            )
         seconds = limits.total + limits.token * sampling.max_new_tokens
         try:
             with ExitStack() as files:
-                text_of = partial(_path_of, files) if address.is_local else data_url
-                body = self.body(sampling, text_of)
+                body = self.body(sampling, _in_files(files) if address.is_local else IN_BODY)
                 if address.is_local:  # short enough to send at once
                     body = [b"".join(body)]
                 headers = bearer(address.api_key) | {
@@ -172,10 +177,10 @@ class Request:
         except MALFORMED as error:
             raise RequestFailed(f"malformed response: {error!r}") from error
 
-    def body(self, sampling: Sampling, text_of: TextOf) -> list[Body]:
+    def body(self, sampling: Sampling, encoder: Encoder) -> list[Body]:
         if self.begun:
-            return continue_body(self.prompts[0], self._aborted, sampling, text_of)
-        return generate_body(self.prompts, self.n, sampling, text_of)
+            return continue_body(self.prompts[0], self._aborted, sampling, encoder)
+        return generate_body(self.prompts, self.n, sampling, encoder)
 
     def parse(self, answer: Any, sampling: Sampling) -> list[list[Response]]:
         """Return the responses of each prompt, including responses that were already complete.
@@ -192,9 +197,15 @@ class Request:
         return [response for response in self.begun if not response.is_complete]
 
 
-def _path_of(files: ExitStack, image: "ProcessedImage") -> Body:
-    """Write an image to an in-memory file that `files` will close, and return its path as JSON."""
-    return json.dumps(f"file://{files.enter_context(shared_file(*image.ppm()))}").encode()
+def _in_files(files: ExitStack) -> Encoder:
+    """Return an encoder that writes images and media to in-memory files, which `files` will close,
+    and returns their paths.
+    """
+
+    def path_of(parts: Sequence[Body], begin: str = "") -> Body:
+        return json.dumps(f"{begin}file://{files.enter_context(shared_file(*parts))}").encode()
+
+    return Encoder(lambda image: path_of(image.ppm()), partial(path_of, begin=MEDIA))
 
 
 async def _chunks(body: Sequence[Body]) -> AsyncIterator[Any]:

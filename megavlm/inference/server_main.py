@@ -30,6 +30,9 @@ SHARED_MEMORY = "/dev/shm/sgl"  # noqa: S108  begin of the names of SGLang's fil
 # Weight loaders of server_support: slices in a request or in this machine's memory, and slices by
 # process groups.
 LOADERS = ("megavlm_weights.load_slices", "megavlm_weights.receive_slices")
+# Listed with the loaders, so that /server_info tells that the server takes videos. No weights are
+# loaded by it.
+VIDEOS = "megavlm_videos.processed"
 
 
 def die_with(parent: int, by: signal.Signals) -> None:
@@ -140,15 +143,16 @@ def main() -> None:
     # Unlike the process's argument list, this list is not visible to other users.
     sys.argv = ["sglang.launch_server", *sys.argv[2:]]
     # SGLang's ranks are spawned with this sys.path, and import the megavlm weight loaders from
-    # there.
-    sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "server_support"))
-    sys.argv += ["--custom-weight-loader", *LOADERS]
+    # there. The folder of the package itself comes last.
+    folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path += [os.path.join(folder, "server_support"), os.path.dirname(os.path.dirname(folder))]
+    sys.argv += ["--custom-weight-loader", *LOADERS, VIDEOS]
     sys.argv += ["--api-key", keys["api_key"], "--admin-api-key", keys["admin_api_key"]]
     # Import without garbage collection, which is faster; see megavlm/process.py.
     atexit.register(gc.unfreeze)
     gc.disable()
     importlib.import_module("sglang.srt.entrypoints.http_server")
-    for support in ("megavlm_images", "megavlm_prompts"):
+    for support in ("megavlm_images", "megavlm_prompts", "megavlm_videos"):
         importlib.import_module(support).install()
     gc.freeze()
     gc.enable()

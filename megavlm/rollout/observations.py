@@ -26,11 +26,12 @@ class Observer:
         self._max_new_tokens = max_new_tokens
 
     def row(self, base: Row, observation: Observation) -> Row:
-        """Return the first observation of an episode as a row.
+        """Return the first observation of an episode as a row. It has the videos of `base`.
 
         Raises CallFailure if it does not have the form of Observation.
         """
         row = self._row(base, observation, list(observation.messages))
+        row = replace(row, videos=base.videos)
         if row.messages and not any(message.role == "user" for message in row.messages):
             raise self._unusable(base, "no user message")
         return row
@@ -111,6 +112,7 @@ class Observer:
             base,
             problem=last,
             images=tuple(images),
+            videos=(),
             messages=() if alone else tuple(read),
             tools=tuple(observation.tools) or base.tools,
         )

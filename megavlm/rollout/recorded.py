@@ -4,10 +4,10 @@ inspection.
 `token_ids` [T] int32 and `logprobs` [N] float32 are concatenated in the order of the metadata
 `groups`, a JSON list. For each group they have the tokens of the prompt; then, for each episode,
 the tokens of each response and of the observation after it, or the whole prompt after it if this
-does not extend the turn. `logprobs` has values for response
-tokens only, rounded to float32 as in the trainer. Images are given as numbers: 0, 1, ... are the
-row's images, and -1, -2, ... the images that the environment made, with their pixels in `pixels.0`,
-`pixels.1`, ..., and the pictures of images in tiles in `picture.0`, `picture.1`, ...
+does not extend the turn. `logprobs` has values for response tokens only, rounded to float32 as in
+the trainer. Images are given as numbers: 0, 1, ... are the row's images and videos, and -1, -2, ...
+those that the environment made, with their pixels in `pixels.0`, `pixels.1`, ..., and the pictures
+of images in tiles in `picture.0`, `picture.1`, ...
 """
 
 import json
@@ -25,6 +25,7 @@ from torch import Tensor
 from megavlm.data.image_processing import PatchFormat, ProcessedImage
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
+from megavlm.data.videos import ProcessedVideo
 from megavlm.inference.protocol import Response, VersionSpan
 from megavlm.rewards.base import Score
 from megavlm.rollout.trajectory import Episode, Group
@@ -90,8 +91,8 @@ class _Writer:
 
     @property
     def formats(self) -> list[list[Any]]:
-        """Key and patch format of each image that an environment made."""
-        return [[image.key, asdict(image.format)] for image in self._own.values()]
+        """Key and patch format of each image that an environment made, and the times of a video."""
+        return [[image.key, asdict(image.format), *_times(image)] for image in self._own.values()]
 
     def tensors(self) -> dict[str, Tensor]:
         images = list(enumerate(self._own.values()))
@@ -102,11 +103,11 @@ class _Writer:
 
     def group(self, group: Group) -> dict[str, Any]:
         prompt, start = group.prompt, group.start
-        known = {image.key: number for number, image in enumerate(prompt.images)}
+        known = {key: number for number, key in enumerate(_keys(prompt))}
         record = {
             "row": prompt.row.index,
             "source": prompt.row.source,
-            "images": [image.key for image in prompt.images],
+            "images": _keys(prompt),
             "tokens": self._add(prompt.short_ids),
         }
         if not _are_equal(start, prompt):
@@ -154,10 +155,11 @@ class _Writer:
         return {"tokens": self._add(prompt.short_ids[num_ids:]), "images": images}
 
     def _place(self, image: ProcessedImage, known: Mapping[str, int]) -> int:
-        if image.key in known:
-            return known[image.key]
-        self._own.setdefault(image.key, image)
-        return -1 - list(self._own).index(image.key)
+        key = _key(image)
+        if key in known:
+            return known[key]
+        self._own.setdefault(key, image)
+        return -1 - list(self._own).index(key)
 
     def _add(self, ids: Sequence[int]) -> int:
         self._ids += ids
@@ -170,21 +172,13 @@ class _Reader:
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
-        formats: Iterable[tuple[str, dict[str, Any]]],
+        formats: Iterable[Sequence[Any]],
         rows: Rows,
         processor: Processor,
     ) -> None:
         self._ids = iter(tensors["token_ids"].tolist())
         self._logprobs = iter(tensors["logprobs"].tolist())
-        self._own = [
-            ProcessedImage(
-                key,
-                tensors[f"pixels.{number}"],
-                PatchFormat.from_values(how),
-                picture=tensors.get(f"picture.{number}"),
-            )
-            for number, (key, how) in enumerate(formats)
-        ]
+        self._own = [_image(tensors, number, *values) for number, values in enumerate(formats)]
         self._rows, self._processor = rows, processor
 
     def group(self, record: Mapping[str, Any]) -> Group:
@@ -260,4 +254,29 @@ def _extends(following: Prompt, prompt: Prompt, response: Response) -> bool:
 
 
 def _keys(prompt: Prompt) -> list[str]:
-    return [image.key for image in prompt.images]
+    return [_key(image) for image in prompt.images]
+
+
+def _key(image: ProcessedImage) -> str:
+    """Return the key of an image, and of a video with its times, on which positions depend."""
+    return " ".join([image.key, *map(str, _times(image))])
+
+
+def _times(image: ProcessedImage) -> list[list[float]]:
+    if not isinstance(image, ProcessedVideo):
+        return []
+    return [[image.seconds_per_grid, *image.times]]
+
+
+def _image(
+    tensors: Mapping[str, Tensor],
+    number: int,
+    key: str,
+    how: Mapping[str, Any],
+    times: Sequence[float] = (),
+) -> ProcessedImage:
+    pixels, format_ = tensors[f"pixels.{number}"], PatchFormat.from_values(how)
+    if times:
+        step, *shown = times
+        return ProcessedVideo(key, pixels, format_, times=tuple(shown), seconds_per_grid=step)
+    return ProcessedImage(key, pixels, format_, picture=tensors.get(f"picture.{number}"))

@@ -135,7 +135,10 @@ def _turns(episode: Episode) -> list[Turn]:
     """Return the turns of a multi-turn episode; [] for a single turn."""
     first, *later = episode.texts
     shown = [prompt.row for prompt in episode.prompts[1:]]
-    turns = [Turn(text, row.problem, row.images) for text, row in zip(later, shown, strict=True)]
+    turns = [
+        Turn(text, row.problem, row.images, row.videos)
+        for text, row in zip(later, shown, strict=True)
+    ]
     return [Turn(first), *turns] if turns else []
 
 

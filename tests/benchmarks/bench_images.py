@@ -24,8 +24,8 @@ from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family_of
-from megavlm.inference.protocol import Sampling, data_url, generate_body
-from megavlm.inference.requests import _chunks, _path_of
+from megavlm.inference.protocol import IN_BODY, Sampling, generate_body
+from megavlm.inference.requests import _chunks, _in_files
 from megavlm.parallel.collectives import _pack
 from megavlm.parallel.shared_file import shared_file
 from megavlm.training.step.image_plan import plan_images
@@ -154,8 +154,8 @@ def requests_of(prompts: Sequence[Prompt], *, is_local: bool) -> Callable[[], in
         count = 0
         for received in packed:
             with ExitStack() as files:
-                text_of = partial(_path_of, files) if is_local else data_url
-                body = generate_body([received.unpack()], 8, sampling, text_of)
+                encoder = _in_files(files) if is_local else IN_BODY
+                body = generate_body([received.unpack()], 8, sampling, encoder)
                 count += sum([len(piece) async for piece in _chunks(body)])
         return count
 

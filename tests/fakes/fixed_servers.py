@@ -16,8 +16,11 @@ class FixedServers:
         api_key: str | None = None,
         admin_key: str | None = None,
         is_local: bool = False,
+        takes_videos: bool = False,
     ) -> None:
-        self._addresses = [Address(url, api_key, admin_key, is_local) for url in urls]
+        self._addresses = [
+            Address(url, api_key, admin_key, is_local, takes_videos or is_local) for url in urls
+        ]
 
     def routable(self, version: str | None) -> list[Address]:
         return list(self._addresses)

@@ -141,4 +141,4 @@ def test_a_server_that_does_not_tell_is_refused(started: Served) -> None:
     info = started.get("/server_info")
     with pytest.raises(ValueError, match="start it with"):
         Requirements(fresh_images=True).read(info)
-    assert Requirements().read(info) == (1, "cpu")
+    assert Requirements().read(info) == (1, "cpu", True)

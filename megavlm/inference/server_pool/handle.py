@@ -9,9 +9,9 @@ from megavlm.inference.server_pool.routing import Address
 
 @dataclass
 class ServerHandle:
-    """One server. server: Its process; None for an external server. tensor_parallel, device: Number
-    of ranks and device; for an external server they are known once it has answered. required:
-    Requirements on an external server.
+    """One server. server: Its process; None for an external server. tensor_parallel, device,
+    takes_videos: Number of ranks, device, and whether prompts may have videos; for an external
+    server they are known once it has answered. required: Requirements on an external server.
     """
 
     url: str
@@ -20,6 +20,7 @@ class ServerHandle:
     server: ManagedServer | None = None
     tensor_parallel: int = 1
     device: str = "cpu"
+    takes_videos: bool = False
     required: Requirements = field(default_factory=Requirements)
 
     @property
@@ -29,7 +30,8 @@ class ServerHandle:
 
     @property
     def address(self) -> Address:
-        return Address(self.url, self.api_key, self.admin_key, self.is_local)
+        keys = self.api_key, self.admin_key
+        return Address(self.url, *keys, is_local=self.is_local, takes_videos=self.takes_videos)
 
     @staticmethod
     def managed(server: ManagedServer) -> "ServerHandle":
@@ -40,4 +42,5 @@ class ServerHandle:
             server,
             server.tensor_parallel,
             server.device,
+            takes_videos=True,
         )

@@ -35,8 +35,9 @@ class Probes:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def check_started(self, handle: ServerHandle, *, resume: bool) -> tuple[int, str]:
-        """Check that the server is ready, and return its number of ranks and its device.
+    async def check_started(self, handle: ServerHandle, *, resume: bool) -> tuple[int, str, bool]:
+        """Check that the server is ready, and return its number of ranks, its device, and whether
+        it takes videos.
 
         /health needs no key, /server_info does. resume: If true, an external server that was left
         paused is resumed first. Raises Refused if the version of SGLang is too old, or if an
@@ -51,7 +52,7 @@ class Probes:
         try:
             check_version(info)
             if handle.server is not None:
-                return handle.tensor_parallel, handle.device
+                return handle.tensor_parallel, handle.device, True
             return handle.required.read(info)
         except ValueError as error:
             raise Refused(f"{handle.url} {error}") from error

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megavlm.config.transports import TRANSPORT_TRAITS, transports_with
+from megavlm.inference.server_main import VIDEOS
 
 Version = tuple[int, ...]
 # Oldest and newest SGLang release whose interface (requests, weight updates, checksums) is tested.
@@ -30,8 +31,8 @@ class Requirements:
     fresh_images: bool = False
     sync: str | None = None
 
-    def read(self, info: Mapping[str, Any]) -> tuple[int, str]:
-        """Return the server's number of ranks and its device.
+    def read(self, info: Mapping[str, Any]) -> tuple[int, str, bool]:
+        """Return the server's number of ranks, its device, and whether it takes videos.
 
         Raises ValueError that says how the server must be started.
         """
@@ -51,7 +52,8 @@ class Requirements:
                 "GPU memory, which can be opened only on the machine of the trainer's rank 0: set "
                 f"rollout.sync to {transports_with(one_machine=False)}"
             )
-        return info["tp_size"], info["device"]
+        takes_videos = VIDEOS in (info.get("custom_weight_loader") or ())
+        return info["tp_size"], info["device"], takes_videos
 
 
 def check_version(info: Mapping[str, Any]) -> None:

@@ -13,13 +13,15 @@ SLACK = 1.25  # load of a server, relative to the mean, above which requests go 
 @dataclass(frozen=True)
 class Address:
     """URL for requests, and its keys. is_local: True if the server runs on this machine as this
-    user, so that it can read this process's files.
+    user, so that it can read this process's files. takes_videos: True if the server runs megavlm's
+    support for prompts with videos.
     """
 
     url: str
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
     is_local: bool = False
+    takes_videos: bool = False
 
 
 class Outlook(Enum):

@@ -158,7 +158,7 @@ class Supervisor:
         try:
             # A run without pushes must not resume a server that another run has paused.
             found = await self._probes.check_started(handle, resume=policy.needs_refit)
-            handle.tensor_parallel, handle.device = found
+            handle.tensor_parallel, handle.device, handle.takes_videos = found
         except Refused as refusal:
             await self._apply(handle, Event(EventKind.START_FAILED, reason=str(refusal)))
             return

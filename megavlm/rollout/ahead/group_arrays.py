@@ -23,7 +23,9 @@ PackedGroups = tuple[bytes, list[int], int]  # pickle, bytes of each array, desc
 
 
 def send_groups(connection: Connection, groups: Sequence[Group], pid: int) -> None:
-    """Send groups to process `pid` at the other end. Their rows are sent without encoded images."""
+    """Send groups to process `pid` at the other end. Their rows are sent without encoded images and
+    videos.
+    """
     skeleton, contents = dumps(list(groups), _GroupPickler)
     sizes = [content.nbytes for content in contents]
     descriptor = os.memfd_create("megavlm_groups")
@@ -61,8 +63,8 @@ class _GroupPickler(TensorPickler):
             tokens, logprobs = np.array(value.token_ids, np.int64), np.array(value.logprobs)
             small = value.finish, value.weight_version, value.spans
             return _response, (tokens, logprobs, *small)
-        if isinstance(value, Row) and (value.images or value.extra):
-            return replace(value, images=(), extra={}).__reduce_ex__(5)
+        if isinstance(value, Row) and (value.images or value.videos or value.extra):
+            return replace(value, images=(), videos=(), extra={}).__reduce_ex__(5)
         return super().reducer_override(value)
 
 

@@ -172,16 +172,6 @@ BROKEN = {
         "lora.targets=[vision.mlp]",
         "recompute.tower=true",
     ): "lora.dropout=0.1 with adapters in the tower does not go with recompute.tower=true",
-    (
-        "data.video_key=videos",
-        FILES,
-    ): "data.video_key=videos with algorithm.name=grpo: the rollout servers do not take videos",
-    (
-        SFT,
-        "data.video_key=videos",
-        "evaluation.after=true",
-        FILES,
-    ): "data.video_key=videos with evaluation.after: the rollout servers do not take videos",
     ("data.min_pixels=9", "data.max_pixels=8"): "data.min_pixels=9 is above data.max_pixels=8",
     ("data.pack_tokens=1023",): "data.pack_tokens=1023 cannot hold a prompt",
     (
@@ -285,7 +275,7 @@ KEPT = [
     ("lora.rank=4", "lora.dropout=0.1", "recompute.tower=true"),
     ("lora.rank=4", "lora.targets=[vision.merger, 'language_model.decoder.layers.0.mlp.*']"),
     ("lora.targets=[]", "model.freeze_tower=false"),  # without a rank there are no adapters
-    (SFT, "data.video_key=videos"),
+    ("data.video_key=videos", "evaluation.after=true", FILES),
     ("data.min_pixels=8", "data.max_pixels=8"),
     ("rollout.max_new_tokens=3072", "data.pack_tokens=4096"),
     ("algorithm.minibatches=8", "parallel.data=16"),

@@ -209,14 +209,25 @@ def test_bad_videos_are_refused_when_decoded(
         processor.prompt(row("?", item))
 
 
-def test_prompts_with_videos_are_refused_where_responses_are_sampled(
-    processor: Processor,
-) -> None:
-    prompt = processor.prompt(row("?", video(2)))
-    with pytest.raises(ValueError, match=r"train\.parquet:3: the row has videos, which the roll"):
-        prompt.request_ids  # noqa: B018
-    text = processor.prompt(row("?"))
-    assert text.request_ids == text.short_ids
+def test_a_prompt_with_videos_is_sent_with_all_its_tokens(processor: Processor) -> None:
+    prompt = processor.prompt(row("<image>?", video(4), images=(image((40, 40)),)))
+    assert prompt.request_ids == tuple(prompt.token_ids.tolist()) != prompt.short_ids
+    text = processor.prompt(row("?", images=(image((40, 40)),)))
+    assert text.request_ids == text.short_ids != tuple(text.token_ids.tolist())
+
+
+def test_a_later_turn_has_the_videos_before_it_and_its_own(processor: Processor) -> None:
+    first = processor.prompt(row("<video>What color?", video(4)))
+    said = processor.encode_answer("red")
+    again = row("And <video><image>?", video(2, seed=4), images=(image((40, 40)),))
+    second = processor.next_turn(first, said, again)
+    assert [item.is_video for item in second.images] == [True, True, False]
+    assert second.images[0] is first.images[0]
+    start = len(first.token_ids)
+    assert torch.equal(second.token_ids[:start], first.token_ids)
+    assert second.token_ids[start : start + len(said)].tolist() == said
+    third = processor.next_turn(second, said, row("Bye"))
+    assert third.images == second.images
 
 
 def test_vision_tokens_in_the_text_and_too_long_prompts_are_refused(folder_of: Folders) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megavlm.config.evaluation import Evaluation
 from megavlm.data.rows import Row
+from megavlm.data.video_sources import VideoFile
 from megavlm.evaluation.baselines import Known, blind_answers, exchange_images
 from megavlm.evaluation.measures import Answer, measure_policy
 from megavlm.evaluation.result import measure, wilson_interval
@@ -148,6 +149,15 @@ def test_nobody_keeps_their_own_images(shown: list[tuple[int, int]], seed: int) 
             assert after.images in [other.images for other in others]
         else:
             assert not row.images or 2 * most > len(others), "it could have got other images"
+
+
+def test_videos_are_exchanged_too() -> None:
+    videos = [(VideoFile(bytes([i])),) for i in range(4)]
+    rows = [replace(row(i, "?", "0", "count", b"x"), videos=videos[i]) for i in range(4)]
+    exchanged = exchange_images(rows, 0)
+    assert len(exchanged) == 4
+    assert sorted(row.videos[0].data for row in exchanged) == [b"\0", b"\1", b"\2", b"\3"]
+    assert all(row.videos != videos[row.index] for row in exchanged)
 
 
 def test_a_prompt_that_would_outgrow_all_others_is_left_out() -> None:

@@ -9,11 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from megavlm.data.rows import Row
+from megavlm.data.video_sources import Video, VideoFile
 from megavlm.evaluation.attempts import Attempt, Candidate, Question, SkippedRows, Turn
 from megavlm.evaluation.files import write_attempts
 from megavlm.evaluation.page import TaskSection, write_page
 from megavlm.evaluation.tables import compare_models, tabulate
 from tests.conftest import png
+from tests.support.video_files import grey_video
 from tests.unit.data.test_report import EVIL, Tags
 
 
@@ -117,6 +119,13 @@ def test_the_page_shows_both_models_and_runs_nothing(tmp_path: Path) -> None:
     assert "pass@1" in html and "McNemar" in html and "other" in html
     # Where they differ comes first.
     assert html.index("test.parquet:0") < html.index("test.parquet:1")
+
+
+def test_the_page_shows_the_first_frame_of_a_video(tmp_path: Path) -> None:
+    frames = (png(16, 16), png(32, 32))
+    shown = [question(0, "x", videos=(Video(frames, 2.0), VideoFile(grey_video(4))))]
+    _, tags = page_of(tmp_path, [candidate("one", shown)])
+    assert [tag for tag, _ in tags.seen].count("img") == 3
 
 
 def test_the_page_of_one_model(tmp_path: Path) -> None:

@@ -4,15 +4,20 @@ import base64
 import json
 import math
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megavlm.data.image_processing import ProcessedImage
+from megavlm.data.image_processing import PatchFormat, ProcessedImage
+from megavlm.data.processor import Prompt
+from megavlm.data.videos import ProcessedVideo
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
 from megavlm.inference.protocol import (
@@ -20,13 +25,15 @@ from megavlm.inference.protocol import (
     Sampling,
     VersionSpan,
     continue_body,
+    generate_body,
     parse_generate,
+    processed_media,
 )
 from megavlm.inference.requests import ATTEMPTS, PROMPTS_PER_REQUEST, RequestLimits
 from megavlm.inference.server import ClaimedPort
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer, Fault
-from tests.support.prompts import make_prompt
+from tests.support.prompts import make_image, make_prompt
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=4)
 NO_DELAY: dict[str, Any] = {"retry_delay": 0.0}
@@ -319,6 +326,59 @@ def test_a_continuation_holds_an_image_once(images: int) -> None:
     expected = {0: None, 1: url, 2: [[url, url]] * 3}
     assert body.get("image_data") == expected[images]
     assert [ids[-1] for ids in body["input_ids"]] == [5, 6, 7]
+
+
+def video_prompt() -> Prompt:
+    """Return a prompt of an image of two by two patches and a video of two frames of such."""
+    image = make_image("image", 2, 2)
+    pixels = torch.arange(2 * 4 * 2 * 3, dtype=torch.uint8).view(2, 4, 2, 3)
+    video = ProcessedVideo("video", pixels, image.format, times=(0.5,), seconds_per_grid=2.0)
+    prompt = make_prompt(num_tokens=5)
+    return replace(prompt, images=(image, video), positions=torch.arange(15).view(3, 5))
+
+
+def test_a_prompt_with_videos_is_sent_as_it_was_processed() -> None:
+    """With all its tokens; and the others of its request as ever."""
+    prompts = [video_prompt(), make_prompt(images=1), make_prompt()]
+    body = json.loads(b"".join(generate_body(prompts, 2, GREEDY)))
+    assert body["input_ids"] == [[0, 1, 2, 3, 4], [7, 1, 2], [7, 1, 2]]
+    assert body["image_data"] == [[], [data_url_of(prompts[1].images[0])], []]
+    (text,), *others = body["video_data"]
+    assert others == [[], []] and text.startswith("megavlm:")
+    content = base64.b64decode(text.removeprefix("megavlm:"))
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    image, video = header.pop("media")
+    assert (image["is_video"], image["shape"]) == (False, [1, 2, 2])
+    assert (video["is_video"], video["shape"]) == (True, [2, 4, 2])
+    assert header["num_tokens"] == 5 and header["next_position"] == 5
+    assert PatchFormat.from_values(header["format"]) == prompts[0].images[0].format
+    positions, rest = content[8 + length :][:60], content[8 + length + 60 :]
+    assert struct.unpack("<15i", positions) == tuple(range(15))
+    assert rest == bytes(12) + bytes(range(48))
+
+    begun = [aborted(5), aborted(6)]
+    again = json.loads(b"".join(continue_body(prompts[0], begun, GREEDY)))
+    assert again["video_data"] == text and "image_data" not in again
+    assert again["input_ids"] == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 6]]
+
+
+def test_a_video_at_another_rate_is_cached_apart() -> None:
+    """Its tokens and frames may be the same, but not their positions."""
+    prompt = video_prompt()
+    image, video = prompt.images
+    assert isinstance(video, ProcessedVideo)
+    other = replace(prompt, images=(image, replace(video, times=(1.0,))))
+    first, second = processed_media(prompt)[1], processed_media(other)[1]
+    hashes = [[item["hash"] for item in json.loads(text)["media"]] for text in (first, second)]
+    assert hashes[0][0] == hashes[1][0] and hashes[0][1] != hashes[1][1]
+
+
+def test_videos_are_not_sent_to_a_server_without_our_support() -> None:
+    with FakeServer() as fake:
+        with pytest.raises(RolloutRequestError, match=r"take the videos of rows\.parquet:7: only"):
+            client(fake).generate([video_prompt()], n=1, sampling=GREEDY)
+        assert not fake.requests
 
 
 def aborted(token: int) -> Response:

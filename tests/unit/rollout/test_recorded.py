@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import PIL.Image
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from megavlm.config.algorithm import GRPO
 from megavlm.config.load import load
 from megavlm.data.packing import Tree
 from megavlm.data.processor import Processor
+from megavlm.data.video_sources import Video
 from megavlm.inference.protocol import VersionSpan
 from megavlm.parallel.collectives import json_array
 from megavlm.rewards.base import Score
@@ -100,6 +104,32 @@ def test_branches_read_as_they_were_written(tmp_path: Path, processor: Processor
     (record,) = sample_records(read, processor.pieces)
     shown = [len(turn["images"]) for turn in record["responses"][0]["turns"]]
     assert shown == [2, 0, 2, 2, 0], "a turn shows the images from the first other one on"
+
+
+def test_videos_read_as_they_were_written(tmp_path: Path, processor: Processor) -> None:
+    """A turn shows the row's video again, and then at another rate, on which positions depend."""
+    shown = Video(tuple(random_image(56, 84, seed) for seed in range(4)), 4.0)
+    row = replace(ROW, problem="<video>How many?", images=(), videos=(shown,))
+    policy, prompt = Policy(processor, "1", "3", "two"), processor.prompt(row)
+    episode = Episode(prompt)
+    for video in (shown, replace(shown, fps=0.5), None):
+        response = policy.respond()
+        again = replace(row, problem="No. <video>Look again.", videos=(video,))
+        following = video and processor.next_turn(episode.next_prompt, response.token_ids, again)
+        episode.add_turn(response, "1", 0.0, Score(0.0, False), following)
+    group, recorded = Group(prompt, episodes=[episode]), RecordedRollouts(tmp_path)
+    recorded.save(1, [group])
+    read = recorded.load(1, [*ROWS[:5], row], processor)
+    before, after = arrays([group]), arrays(read)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for mine, theirs in zip(read[0].prompts, group.prompts, strict=True):
+        assert mine.short_ids == theirs.short_ids and mine.positions.equal(theirs.positions)
+        assert mine.request_ids == theirs.request_ids
+    assert len(read[0].prompts[-1].images) == 3
+    (record,) = sample_records(read, processor.pieces)
+    ((_, make_png),) = record["images"]
+    first = PIL.Image.open(BytesIO(make_png()))
+    assert np.array_equal(np.asarray(first), prompt.images[0].pixels[0])
 
 
 def test_images_of_rows_are_not_written(tmp_path: Path, processor: Processor) -> None:

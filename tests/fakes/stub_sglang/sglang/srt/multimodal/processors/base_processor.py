@@ -3,3 +3,7 @@
 
 class BaseMultimodalProcessor:
     async def load_mm_data(self) -> None: ...
+
+
+class BaseMultiModalProcessorOutput:
+    pass

@@ -1,0 +1,115 @@
+"""Prompts with videos, in the first process of a server: the trainer's tokens, positions and
+frames.
+
+From a video file SGLang would sample other frames than the trainer, tokenize the prompt again and
+compute positions of its own. So a request has the tokens of the prompt as the model gets them, and
+its only video is a text that begins with `megavlm:` and goes on with the path of an in-memory file,
+or base64. This content describes all images and videos: 8 bytes with the length of a header, the
+header in JSON, the positions [3, num_tokens] int32, and the frames [F, H, W, 3] uint8 of each image
+and video. The header has the `media` (is_video, shape [F, H, W] and hash), the `format` of patches,
+the prompt's `num_tokens`, and its `next_position`: tokens after it are a response that goes on.
+"""
+
+import asyncio
+import base64
+import json
+from itertools import islice, pairwise
+from math import prod
+from typing import Any
+
+import torch
+from sglang.srt.multimodal.processors.base_processor import (
+    BaseMultimodalProcessor,
+    BaseMultiModalProcessorOutput,
+)
+
+from megavlm.data.image_processing import PatchFormat
+
+BEGIN, FILE = "megavlm:", "file://"
+
+
+def install() -> None:
+    """Make SGLang take a prompt's media as the trainer has processed them."""
+    load = BaseMultimodalProcessor.load_mm_data
+
+    async def load_processed(
+        self: Any,
+        prompt: Any,
+        multimodal_tokens: Any,
+        image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
+        **options: Any,
+    ) -> Any:
+        for item in video_data or []:
+            if isinstance(item, str) and item.startswith(BEGIN):
+                token_ids = multimodal_tokens.image_token_id, multimodal_tokens.video_token_id
+                # In a thread, as it takes long to make patches of frames.
+                return await asyncio.to_thread(
+                    processed, prompt, read(item.removeprefix(BEGIN)), token_ids
+                )
+        return await load(
+            self, prompt, multimodal_tokens, image_data, video_data, audio_data, **options
+        )
+
+    BaseMultimodalProcessor.load_mm_data = load_processed
+
+
+def read(text: str) -> bytearray:
+    """Return the content that is in a file or in the text."""
+    if not text.startswith(FILE):
+        return bytearray(base64.b64decode(text))
+    with open(text.removeprefix(FILE), "rb") as file:
+        return bytearray(file.read())
+
+
+def processed(prompt: list[int], content: bytearray, token_ids: tuple[int, int]) -> Any:
+    """Return the media as SGLang's processors return them, one item for each run of tokens: an
+    image, a video, or a frame of a video. token_ids: The tokens that images and videos replace.
+
+    Raises ValueError, which SGLang answers with HTTP 400, if the tokens are not those of the media.
+    """
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    length, following = header["num_tokens"], header["next_position"]
+    sizes = [12 * length, *(3 * prod(medium["shape"]) for medium in header["media"])]
+    packed, *frames = torch.frombuffer(content, dtype=torch.uint8, offset=start).split(sizes)
+    positions = torch.frombuffer(bytearray(packed.numpy()), dtype=torch.int32).view(3, length)
+    after = torch.arange(following, following + len(prompt) - length, dtype=torch.int32)
+    shared: dict[str, Any] = {
+        "format": "processor_output",
+        "mrope_positions": torch.cat([positions, after.expand(3, -1)], 1).long(),
+        "mrope_position_delta": torch.tensor(following - length),
+    }
+    format_ = PatchFormat.from_values(header["format"])
+    ids = torch.tensor(prompt[:length])
+    places = [iter((ids == token).nonzero().flatten().tolist()) for token in token_ids]
+    images: list[dict[str, Any]] = []
+    videos: list[dict[str, Any]] = []
+    for medium, pixels in zip(header["media"], frames, strict=True):
+        patches = format_.cut(pixels.view(*medium["shape"], 3))
+        _, height, width = format_.grid(*medium["shape"])
+        is_video, number = medium["is_video"], len(patches) // format_.merge**2
+        own = list(islice(places[is_video], number))
+        if len(own) < number:
+            raise ValueError(f"the prompt has {len(own)} of the {number} tokens of a medium")
+        for index, (first, last) in enumerate(_runs(own)):
+            part, patches = patches.tensor_split([(last - first + 1) * format_.merge**2])
+            # Each frame is a grid of its own, because SGLang's tower of Qwen2.5-VL would let the
+            # patches of a grid attend to those of other frames, which the model never learnt.
+            grids = torch.tensor([[1, height, width]]).repeat(len(part) // (height * width), 1)
+            item = {**shared, "offsets": [(first, last)], "hash": medium["hash"] ^ index}
+            if is_video:
+                videos.append({**item, "pixel_values_videos": part, "video_grid_thw": grids})
+            else:
+                images.append({**item, "pixel_values": part, "image_grid_thw": grids})
+    return BaseMultiModalProcessorOutput(
+        input_text="", input_ids=prompt, images=images, videos=videos
+    )
+
+
+def _runs(places: list[int]) -> list[tuple[int, int]]:
+    """Return the first and last place of each run of consecutive places."""
+    ends = [a for a, b in pairwise(places) if b > a + 1]
+    starts = [b for a, b in pairwise(places) if b > a + 1]
+    return list(zip([places[0], *starts], [*ends, places[-1]], strict=True))
