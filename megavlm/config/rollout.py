@@ -148,8 +148,10 @@ class Rollout(Section):
     image_tokens: int | None = bounded(None, least=1)
     """Maximum number of image tokens of the prompts in flight at each server; a prompt with more is
     sent alone. It bounds how many images a server has to encode before it answers, and has no
-    effect for images of up to `image_tokens` / `concurrency` tokens. Null uses 65536, which is 64
-    images of one megapixel, and 8192 on a CPU, where such an image takes seconds."""
+    effect for images of up to `image_tokens` / `concurrency` tokens. Null uses 1048576 on a GPU,
+    which is 784 images of one megapixel, with 20 GB of pixels in the server's memory, and 8192 on a
+    CPU, where such an image takes seconds. A lower limit keeps prompts waiting although others have
+    long been encoded and only generate."""
 
     sync: Literal["tensor", "distributed", "disk"] = "tensor"
     """Transport of weight updates. `tensor`: rank 0 sends each server rank its slices, by CUDA IPC

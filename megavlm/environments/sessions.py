@@ -84,6 +84,8 @@ class SessionProcess(ChildProcess):
         if self._failure is not None:
             reply.set_exception(CallFailure(*self._failure))
             return reply
+        # Nobody may wait for it any more when the process ends.
+        reply.add_done_callback(lambda done: done.cancelled() or done.exception())
         number = next(self._ids)
         self._waiting[number] = reply
         self._transport.write(frame({**message, "id": number}))

@@ -27,7 +27,7 @@ from megavlm.parallel import platform
 from megavlm.process import allow_open_files
 
 TOKEN_SECONDS = 0.1  # added to rollout.request_timeout per token of a response
-IMAGE_TOKENS = {"cuda": 65536, "cpu": 8192}  # rollout.image_tokens by device
+IMAGE_TOKENS = {"cuda": 2**20, "cpu": 8192}  # rollout.image_tokens by device
 
 
 @dataclass(frozen=True)

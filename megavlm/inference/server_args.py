@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.lora import SERVED_TARGETS
 from megavlm.config.schema import Config
 from megavlm.families import family
@@ -36,6 +38,11 @@ LINEAR_CPU_ARGS: ServerArgs = {
     "disable_overlap_schedule": True,  # SGLang does not support overlap for it on a CPU
     "max_mamba_cache_size": 200,  # the default takes gigabytes for a tiny model
 }
+# SGLang sets 22 for Qwen3-VL on Hopper, which serves a stream of requests well; a step's prompts
+# arrive together, and decoding would begin with a part of them.
+GPU_ARGS: ServerArgs = {"prefill_decode_interval": 0}
+MAX_GRAPH_REQUESTS = 1024  # CUDA graphs of more would take gigabytes and minutes of a start
+IMAGE_CACHE_MB = 512  # features of 50 images of one megapixel of a 7B
 # With a copy of the weights in host memory, weights that training does not change need not be sent
 # again.
 SHARED_GPU_ARGS: ServerArgs = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
@@ -107,6 +114,8 @@ class ServerOptions:
         variables["SGLANG_MM_PRECOMPUTE_HASH"] = "1"
         if not self.cache_images:
             variables["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
+        elif self.device == "cuda":  # SGLang turns it off for Qwen3-VL on Hopper, if it is not set
+            variables["SGLANG_VLM_CACHE_SIZE_MB"] = str(IMAGE_CACHE_MB)
         if self.dtype == "float32":
             # SGLang's default of bfloat16, even in a float32 model, changes log-probs by 1e-1.
             variables["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
@@ -144,11 +153,13 @@ class ServerOptions:
 
 
 def _server_args(config: Config, device: str) -> dict[str, Any]:
-    """Return the recipe's server arguments, and the ones that colocate and lora=adapter need."""
+    """Return the recipe's server arguments, and the ones that the run needs."""
     rollout = config.rollout
     needed: dict[str, Any] = {}
-    if rollout.colocate and device == "cuda":  # on a CPU there is nothing to release
-        needed |= SHARED_GPU_ARGS
+    if device == "cuda":
+        needed |= {**GPU_ARGS, **_graph_args(config)}
+        if rollout.colocate:  # on a CPU there is nothing to release
+            needed |= SHARED_GPU_ARGS
     if rollout.lora == "adapter":
         needed |= {
             "enable_lora": True,
@@ -160,6 +171,19 @@ def _server_args(config: Config, device: str) -> dict[str, Any]:
         if device == "cpu":
             needed["lora_backend"] = "torch_native"
     return {**needed, **rollout.server_args}
+
+
+def _graph_args(config: Config) -> dict[str, int]:
+    """Return the largest number of requests that decode in a CUDA graph: as many as a server of
+    this run has at once. SGLang's default of 256, or 512 from tensor_parallel=4 on, may be below.
+    """
+    rollout, algorithm = config.rollout, config.algorithm
+    if not isinstance(algorithm, PolicyOptimization):
+        return {}
+    servers = len(rollout.urls) or rollout.servers
+    prompts = math.ceil(algorithm.prompts_per_step * rollout.oversample / servers)
+    requests = min(prompts, rollout.concurrency) * algorithm.responses_per_prompt
+    return {"cuda_graph_max_bs_decode": min(requests, MAX_GRAPH_REQUESTS)}
 
 
 def command_line(arguments: ServerArgs) -> list[str]:

@@ -118,10 +118,30 @@ def test_sharing_keeps_a_copy_of_the_weights_on_the_host(write_recipe: Any) -> N
     recipe = write_recipe(rollout={"colocate": True})
     assert server_args(recipe, "cpu") == {}
     shared = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
-    assert server_args(recipe, "cuda") == shared
+    assert server_args(recipe, "cuda").items() >= shared.items()
     without = {"colocate": True, "server_args": {"enable_weights_cpu_backup": False}}
     recipe = write_recipe(rollout=without)
-    assert server_args(recipe, "cuda") == shared | without["server_args"]
+    assert server_args(recipe, "cuda").items() >= (shared | without["server_args"]).items()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "requests"),
+    [
+        ({}, 64 * 8),
+        ({"servers": 3}, 43 * 8),
+        ({"servers": 3, "oversample": 1.5}, 64 * 8),  # its concurrency
+        ({"concurrency": 256}, 1024),  # never more
+        ({"mode": "external", "urls": ["http://a:1", "http://b:1", "http://c:1"]}, 43 * 8),
+        ({"server_args": {"cuda_graph_max_bs_decode": 16}}, 16),
+    ],
+)
+def test_all_requests_of_a_server_decode_in_cuda_graphs(
+    write_recipe: Any, rollout: dict[str, Any], requests: int
+) -> None:
+    algorithm = {"prompts_per_step": 128, "responses_per_prompt": 8, "minibatches": 1}
+    recipe = write_recipe(rollout=rollout, algorithm=algorithm)
+    assert "cuda_graph_max_bs_decode" not in server_args(recipe, "cpu") or requests == 16
+    assert server_args(recipe, "cuda").get("cuda_graph_max_bs_decode") == requests
 
 
 def test_launch_script_arguments(write_recipe: Any) -> None:
@@ -142,7 +162,10 @@ def test_launch_script_arguments(write_recipe: Any) -> None:
     assert "PYTHONFAULTHANDLER=1" in variables, "the stacks of aborted servers"
     assert "SGLANG_MM_PRECOMPUTE_HASH=1" in variables, "images are hashed once for all responses"
     assert words[:2] == ["--model-path", "models/a b"]
-    assert " ".join(words[2:]) == "--device cuda --dtype bfloat16 --tp-size 4 --log-level warning"
+    assert " ".join(words[2:]) == (
+        "--device cuda --dtype bfloat16 --tp-size 4 --log-level warning "
+        "--prefill-decode-interval 0 --cuda-graph-max-bs-decode 128"
+    )
 
 
 def test_a_launch_script_serves_adapters(write_recipe: Any) -> None:
@@ -151,4 +174,4 @@ def test_a_launch_script_serves_adapters(write_recipe: Any) -> None:
     assert (
         "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj k_proj v_proj o_proj" in plan
     )
-    assert "SGLANG_VLM_CACHE" not in plan and "torch_native" not in plan
+    assert "SGLANG_VLM_CACHE_SIZE_MB=512" in plan and "torch_native" not in plan

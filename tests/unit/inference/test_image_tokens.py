@@ -4,6 +4,7 @@ import pytest
 
 from megavlm.data.processor import Prompt
 from megavlm.inference.client import RolloutClient
+from megavlm.inference.connect import IMAGE_TOKENS
 from megavlm.inference.protocol import Sampling
 from megavlm.inference.requests import RequestLimits, make_requests
 from tests.fakes.fixed_servers import FixedServers
@@ -58,3 +59,11 @@ def test_a_large_prompt_is_not_overtaken() -> None:
         asked = [body["input_ids"][0][0] for body in fake.bodies("/generate")]
     assert asked == [0, 1, 2, 3, 4]
     assert [group[0].token_ids for group in groups] == [(place, 0) for place in range(5)]
+
+
+def test_images_hold_no_responses_places_on_a_gpu() -> None:
+    """128 prompts of one image of a megapixel are in flight together, with all their responses."""
+    limits = RequestLimits(concurrency=256, image_tokens=IMAGE_TOKENS["cuda"])
+    assert sum(limits.slots(prompt(1337)) for _ in range(128)) == 128
+    narrow = RequestLimits(concurrency=256, image_tokens=65536)
+    assert narrow.slots(prompt(1337)) == 6, "42 of 128 prompts"

@@ -284,6 +284,8 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = ServerOptions("model", "bfloat16", "cuda", cache_images=False).environment()
     assert "SGLANG_USE_CPU_ENGINE" not in cuda and "cpu_support" not in cuda["PYTHONPATH"]
     assert cuda["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+    cuda = ServerOptions("model", "bfloat16", "cuda").environment()
+    assert cuda["SGLANG_VLM_CACHE_SIZE_MB"] == "512", "also for Qwen3-VL on Hopper"
 
 
 def test_the_log_rotates_and_its_end_is_shown(
