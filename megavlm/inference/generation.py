@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 
@@ -35,7 +35,16 @@ POLL_EVERY = 0.5  # seconds between checks for changes that trigger no event
 ABORT_TIMEOUT = 30.0  # seconds that aborted requests have to return
 
 ResponseTask = asyncio.Task[list[list[Response]]]
-Ask = Callable[["Prompt"], Awaitable[Response]]  # returns one response to another prompt
+
+
+class Ask(Protocol):
+    """Function that returns one response to another prompt. most: Limit of its tokens, if it is
+    below the sampling's. A cancelled call leaves its request without a use.
+    """
+
+    def __call__(self, prompt: "Prompt", most: int | None = None) -> Awaitable[Response]: ...
+
+
 # Called with a prompt's index and its responses as soon as these are complete, or with no responses
 # if its request timed out (GenerationBatch.skip_timed_out).
 Follow = Callable[[int, list[Response], Ask], Coroutine[Any, Any, None]]
@@ -43,7 +52,8 @@ Follow = Callable[[int, list[Response], Ask], Coroutine[Any, Any, None]]
 
 @dataclass(eq=False, kw_only=True)
 class GenerationBatch:
-    """Generation of n responses to each of `prompts`.
+    """Generation of n responses to each of `prompts`. With n = 0, prompts get no response, and
+    `follow` runs for all of them at once.
 
     groups: The responses of each prompt, filled in place. A group is complete, partly aborted, or
     empty.
@@ -87,6 +97,7 @@ class GenerationBatch:
     _timed_out: set[int] = field(init=False, default_factory=set)  # places
     _followers: dict[int, asyncio.Task[None]] = field(init=False, default_factory=dict)
     _asked: dict[int, asyncio.Future[Response]] = field(init=False, default_factory=dict)
+    _most: dict[int, int | None] = field(init=False, default_factory=dict)  # limits of tokens
     _changed: asyncio.Event = field(init=False)
     _waiting: deque[Request] = field(init=False)
     _running: dict[ResponseTask, tuple[Request, Address]] = field(init=False)
@@ -156,17 +167,43 @@ class GenerationBatch:
 
     def _next_turn(self, place: int) -> Request:
         prompt, begun = self.prompts[place], tuple(self.groups[place])
-        return Request([place], [prompt], 1, begun, self.limits.slots(prompt))
+        return Request(
+            [place], [prompt], 1, begun, self.limits.slots(prompt), self._most.get(place)
+        )
 
-    async def _ask(self, prompt: "Prompt") -> Response:
+    async def _ask(self, prompt: "Prompt", most: int | None = None) -> Response:
         """Return one response to the prompt of a later turn."""
         place = len(self.prompts)
+        self._most[place] = most
         self.prompts.append(prompt)
         self.groups.append([])
         answer = self._asked[place] = asyncio.get_running_loop().create_future()
         self._waiting.append(self._next_turn(place))
         self._wake()
-        return await answer
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._asked.pop(place, None)
+            self._wake()
+            raise
+
+    def _settle(self, place: int, result: Response | Exception) -> None:
+        """Give `ask` its result, unless it is just being cancelled."""
+        answer = self._asked.pop(place)
+        if answer.cancelled():
+            return
+        if isinstance(result, Exception):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+    def _is_needed(self, request: Request) -> bool:
+        """Return False for a later turn whose follower no longer waits for it."""
+        (place, *_) = request.places
+        return place < self._num_first or place in self._asked
+
+    def _is_complete(self, group: Sequence[Response]) -> bool:
+        return self.n == 0 or is_complete(group)
 
     def _follow_complete(self) -> None:
         """Start `follow` for groups that have become complete, in the order of their prompts."""
@@ -175,7 +212,7 @@ class GenerationBatch:
         for place, group in enumerate(self.groups[: self._num_first]):
             if len(self._followed) == self.wanted:
                 return
-            if place not in self._followed and is_complete(group):
+            if place not in self._followed and self._is_complete(group):
                 self._followed.add(place)
                 self._start_follower(place, group)
 
@@ -192,7 +229,7 @@ class GenerationBatch:
 
     @property
     def _num_complete(self) -> int:
-        return sum(map(is_complete, self.groups[: self._num_first]))
+        return sum(map(self._is_complete, self.groups[: self._num_first]))
 
     def _send_waiting(self) -> None:
         """Send as many waiting requests as the servers may have in flight. No request overtakes
@@ -203,6 +240,8 @@ class GenerationBatch:
         full: set[str] = set()
         for _ in range(len(self._waiting)):
             request = self._waiting.popleft()
+            if not self._is_needed(request):
+                continue
             others = addresses.keys() - {request.last_url} or addresses.keys()
             loads = {url: self.loads[url] for url in addresses if url in others - full}
             url = None
@@ -240,9 +279,12 @@ class GenerationBatch:
             change.cancel()
 
     def _move_lost(self) -> None:
-        """Retry requests in flight at servers that were lost."""
-        for task, (_, address) in list(self._running.items()):
-            if not task.done() and self.routing.lost(address.url, self.version):
+        """Retry requests in flight at servers that were lost, and end those that nobody needs."""
+        for task, (request, address) in list(self._running.items()):
+            if not task.done() and not self._is_needed(request):
+                task.cancel()
+                self._take(task)
+            elif not task.done() and self.routing.lost(address.url, self.version):
                 task.cancel()
                 self._retry(self._take(task), address, "its server was lost")
 
@@ -258,7 +300,7 @@ class GenerationBatch:
                 self._retry(request, address, str(error), isinstance(error, RequestTimedOut))
                 continue
             except RequestRefused as error:
-                if not self._drop_sampled(request, address, error):
+                if self._is_needed(request) and not self._drop_sampled(request, address, error):
                     raise
                 continue
             if others := self._other_versions(answers, request):
@@ -276,7 +318,7 @@ class GenerationBatch:
                 self.groups[place] = responses if _has_tokens(responses) else []
                 self._num_tokens += sum(len(response.token_ids) for response in responses)
                 if place in self._asked and is_complete(self.groups[place]):
-                    self._asked.pop(place).set_result(responses[0])
+                    self._settle(place, responses[0])
             self._continue_aborted(request, address)
         self._follow_complete()
         for place in [place for place, task in self._followers.items() if task.done()]:
@@ -303,6 +345,8 @@ class GenerationBatch:
     def _retry(
         self, request: Request, address: Address, problem: str, timed_out: bool = False
     ) -> None:
+        if not self._is_needed(request):
+            return
         if self._aborting:
             return  # enough groups are complete; a later batch continues this one
         self._attempts.update(request.places)
@@ -331,7 +375,7 @@ class GenerationBatch:
         for place in request.places:
             self.groups[place] = []
             if place in self._asked:
-                self._asked.pop(place).set_exception(RequestTimedOut(reason))
+                self._settle(place, RequestTimedOut(reason))
             else:
                 self._timed_out.add(place)
                 self._start_follower(place, [])
@@ -344,7 +388,7 @@ class GenerationBatch:
         (place, *_) = request.places
         if place in self._asked:
             self.groups[place] = []
-            self._asked.pop(place).set_exception(error)
+            self._settle(place, error)
         elif request.begun:
             self.groups[place] = []
             self._retry(replace(request, begun=()), address, str(error))

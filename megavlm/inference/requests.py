@@ -5,7 +5,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +90,9 @@ class Request:
     """A request for n new responses to each of `prompts`, or for the rest of one prompt's aborted
     responses `begun`.
 
-    places: Index of each prompt in the batch. slots: Slots of a server that it takes. not_before:
-    Event loop time before which it is not sent. last_url: The server at which it failed last.
+    places: Index of each prompt in the batch. slots: Slots of a server that it takes. most: Limit
+    of a response's tokens, if it is below the sampling's. not_before: Event loop time before which
+    it is not sent. last_url: The server at which it failed last.
     """
 
     places: list[int]
@@ -99,6 +100,7 @@ class Request:
     n: int
     begun: Sequence[Response] = ()
     slots: int = 1
+    most: int | None = None
     not_before: float = 0.0
     last_url: str | None = None
 
@@ -133,6 +135,8 @@ class Request:
                 "starts itself (rollout.mode=managed), or that python -m megavlm.slurm.servers "
                 "starts, take videos, and not through rollout.router"
             )
+        if self.most is not None:
+            sampling = replace(sampling, max_new_tokens=min(self.most, sampling.max_new_tokens))
         seconds = limits.total + limits.token * sampling.max_new_tokens
         try:
             with ExitStack() as files:

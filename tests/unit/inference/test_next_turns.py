@@ -39,6 +39,48 @@ def test_a_group_is_followed_by_its_next_turn_while_another_is_generated() -> No
     assert next_turn["sampling_params"]["n"] == 1
 
 
+def test_with_no_responses_all_groups_are_followed_at_once() -> None:
+    started: list[int] = []
+    with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
+
+        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+            assert not responses
+            started.append(place)
+            while len(started) < 3:
+                await asyncio.sleep(0.01)
+            said = await ask(make_prompt(first_id=place), 7 if place else None)
+            assert said.token_ids == (place, 0)
+
+        groups = client.generate(
+            [make_prompt() for _ in range(3)], n=0, sampling=SAMPLING, follow=follow
+        )
+        bodies = fake.bodies("/generate")
+    assert groups == [[], [], []] and len(bodies) == 3
+    limits = {b["input_ids"][0][0]: b["sampling_params"]["max_new_tokens"] for b in bodies}
+    assert limits == {0: 256, 1: 7, 2: 7}, "a request may lower the limit"
+
+
+def test_a_next_turn_that_is_cancelled_is_forgotten() -> None:
+    """Its request ends, so that it does not keep a server busy."""
+    with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
+        fake.held = {8}
+
+        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+            asking = asyncio.create_task(ask(make_prompt(first_id=8)))
+            while not fake.bodies("/generate"):
+                await asyncio.sleep(0.01)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            while not client.is_idle:
+                await asyncio.sleep(0.01)
+            fake.aborted.set()
+            assert (await ask(make_prompt(first_id=9))).token_ids == (9, 0)
+
+        client.generate([make_prompt()], n=0, sampling=SAMPLING, follow=follow)
+    assert len(fake.bodies("/generate")) == 2
+
+
 def test_with_enough_groups_only_those_are_followed() -> None:
     followed = []
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
