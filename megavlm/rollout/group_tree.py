@@ -29,7 +29,7 @@ def group_tree(group: Group, columns: Sequence[TargetColumns]) -> Tree:
     with the prompts of other episodes up to a response. Prompts without a common first token have
     separate roots. Targets are in the order of episodes and calls.
     """
-    tree = _CallTree()
+    tree = CallTree()
     for number, (episode, its_columns) in enumerate(zip(group.episodes, columns, strict=True)):
         start = 0
         for prompt, response in zip(episode.prompts, episode.responses, strict=True):
@@ -60,7 +60,8 @@ class _Node:
     positions: Tensor  # [3, S] int64
     parent: "_Node | None"
     owner: int | None
-    columns: TargetColumns | None = None  # [S], for a response
+    is_response: bool = False
+    columns: TargetColumns | None = None  # [S], for a response that is trained on
     images: Images = ()
     children: list["_Node"] = field(default_factory=list)
 
@@ -68,17 +69,34 @@ class _Node:
         self.ids = self.token_ids.numpy()
 
 
-class _CallTree:
+class CallTree:
+    """A tree that grows by the calls of episodes."""
+
     def __init__(self) -> None:
         self._nodes: list[_Node] = []  # parents before their children
         self._roots: list[_Node] = []
 
-    def add(self, episode: int, prompt: Prompt, response: Response, columns: TargetColumns) -> None:
+    def add(
+        self,
+        episode: int,
+        prompt: Prompt,
+        response: Response,
+        columns: TargetColumns | None = None,
+    ) -> None:
         """Add a call of an episode, after its earlier calls and those of earlier episodes."""
-        node = self._insert(episode, prompt)
+        node = self.add_prompt(episode, prompt)
         ids = as_tensor(response.token_ids, np.int64)
         positions = text_positions(len(ids), prompt.next_position)
-        self._append(_Node(ids, positions, node, episode, columns))
+        self._append(_Node(ids, positions, node, episode, True, columns))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(node.ids) for node in self._nodes)
+
+    def num_further(self, episode: int, prompt: Prompt) -> int:
+        """Return how many tokens of a prompt are not in the tree."""
+        _, known = self._longest_match(episode, prompt)
+        return len(prompt.token_ids) - known
 
     def to_tree(self) -> Tree:
         places: dict[_Node | None, int] = {node: index for index, node in enumerate(self._nodes)}
@@ -89,7 +107,7 @@ class _CallTree:
                     node.token_ids,
                     node.positions,
                     places[node.parent],
-                    node.columns is not None,
+                    node.is_response,
                     node.columns,
                     tuple(key for _, key in node.images),
                 )
@@ -97,18 +115,14 @@ class _CallTree:
             )
         )
 
-    def _insert(self, episode: int, prompt: Prompt) -> _Node:
-        """Return the node at whose end the prompt ends, after adding the tokens that are not in the
-        tree.
+    def add_prompt(self, episode: int, prompt: Prompt) -> _Node:
+        """Add the tokens of a prompt that are not in the tree. Returns the node at whose end the
+        prompt ends.
         """
-        images = [
-            (start, image.key)
-            for start, image in zip(prompt.image_starts, prompt.images, strict=True)
-        ]
-        node, known = self._longest_match(episode, prompt.token_ids.numpy(), images)
+        node, known = self._longest_match(episode, prompt)
         if known < len(prompt.token_ids):
             owner = None if node is None else node.owner
-            shown = _between(images, known, len(prompt.token_ids))
+            shown = _between(_images(prompt), known, len(prompt.token_ids))
             ids, positions = prompt.token_ids[known:], prompt.positions[:, known:]
             node = self._append(_Node(ids, positions, node, owner, images=shown))
         assert node is not None, "a prompt has tokens"
@@ -119,12 +133,11 @@ class _CallTree:
         (self._roots if node.parent is None else node.parent.children).append(node)
         return node
 
-    def _longest_match(
-        self, episode: int, ids: IntArray, images: Images
-    ) -> tuple[_Node | None, int]:
+    def _longest_match(self, episode: int, prompt: Prompt) -> tuple[_Node | None, int]:
         """Return the node at whose end the longest prefix of a prompt ends that the episode finds
         in the tree, and the length of the prefix. The node is cut there first.
         """
+        ids, images = prompt.token_ids.numpy(), _images(prompt)
         best, best_offset, longest = None, 0, 0
         # Nodes to compare, each with the number of tokens before it. Responses may be equal, so
         # that several children can match.
@@ -134,7 +147,9 @@ class _CallTree:
             if node.owner not in (None, episode):
                 continue
             count = _common(node, ids[before:], _between(images, before, before + len(node.ids)))
-            if before + count > longest:
+            # Of two paths with the same tokens, the episode's own is needed anyway.
+            is_own = best is not None and best.owner is None and node.owner == episode
+            if count and before + count > longest - is_own:
                 best, best_offset, longest = node, count, before + count
             if count == len(node.ids):
                 open_nodes += [(child, before + count) for child in reversed(node.children)]
@@ -175,6 +190,11 @@ def _common(node: _Node, ids: IntArray, images: Images) -> int:
         if pair[0] != pair[1]:
             return min(count, *(image[0] for image in pair if image is not None))
     return count
+
+
+def _images(prompt: Prompt) -> Images:
+    pairs = zip(prompt.image_starts, prompt.images, strict=True)
+    return [(start, image.key) for start, image in pairs]
 
 
 def _between(images: Images, first: int, end: int) -> Images:
