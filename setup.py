@@ -26,6 +26,7 @@ setup(
         ]
     },
     install_requires=[
+        "aiohttp>=3.11",
         "fsspec>=2024.6",
         "httpx>=0.28",
         "huggingface-hub>=1.0",
@@ -69,6 +70,7 @@ setup(
         "dev": [
             "hypothesis>=6.100",
             "mypy>=1.15",
+            "openai>=2.8",
             "pytest>=8.3,<9.2",  # pytest-xdist 3.8 does not group the tests of later ones
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

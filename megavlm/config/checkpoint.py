@@ -24,7 +24,10 @@ POLICY = (
 )  # fmt: skip
 CRITIC = ("value_loss", "value_clip_share", "value_mean", "explained_variance")
 # Prefixes of names that end in a category, a part, a phase or a user-defined name.
-OPEN = ("reward/", "accuracy/", "policy_loss/", "seconds/", "modelled/", "staleness/", "critic_")
+OPEN = (
+    "reward/", "accuracy/", "episode/", "policy_loss/", "seconds/", "modelled/", "staleness/",
+    "critic_",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -333,6 +333,9 @@ def derive(config: Config, following: Collection[str]) -> Config:
 def longest_tree(config: Config, *, episodes: int) -> int:
     """Return the maximum number of tokens of a prompt with `episodes` of its episodes."""
     environment, new = config.environment, config.rollout.max_new_tokens
+    if environment.name == "gateway":
+        assert environment.max_tokens is not None
+        return episodes * environment.max_tokens
     most, observed = environment.max_tokens or sys.maxsize, environment.max_observation_tokens
     lengths = [
         min(turns * new + (turns - 1) * observed, most)

@@ -11,8 +11,8 @@ class EnvironmentConfig(Section):
     """The environment of every episode, either built in or a class of the user's own."""
 
     name: str = "single_turn"
-    """Environment: single_turn, a built-in task or one of its variants, a class of your own as
-    package.module:Class, or a task of your own by its package."""
+    """Environment: single_turn, tools, gateway, a built-in task or one of its variants, a class of
+    your own as package.module:Class, or a task of your own by its package."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
@@ -32,7 +32,8 @@ class EnvironmentConfig(Section):
 
     max_tokens: int | None = bounded(None, least=1)
     """Maximum length in tokens of an episode: its prompt, responses and observations. After an
-    observation, a response of rollout.max_new_tokens must fit. null sets no limit."""
+    observation, a response of rollout.max_new_tokens must fit. null sets no limit. With the
+    gateway, which needs it: tokens of all calls, where tokens that calls share count once."""
 
     over_budget: Literal["refuse", "replace", "end"] = "refuse"
     """What happens to an observation that exceeds max_observation_tokens, max_images or max_tokens:
@@ -40,15 +41,16 @@ class EnvironmentConfig(Section):
     note, and anything else is refused), or end (the episode ends)."""
 
     timeout: float = bounded(60.0, above=0)
-    """Seconds that one reset, step or close of the environment may take, rewards not included."""
+    """Seconds that one reset, step or close of the environment may take, rewards not included; or
+    an agent of the gateway, without the time in which it waits for responses."""
 
     tool_timeout: float = follows(30.0, above=0)
     """Seconds that a tool may take; then the policy reads an error. By default half of
     environment.timeout."""
 
     workers: int = bounded(2, least=1)
-    """Number of processes that run a class of your own. Each of them runs many episodes at the same
-    time. Built-in environments run in the driver."""
+    """Number of processes that run a class, tools or an agent of your own. Each of them runs many
+    episodes at the same time. Built-in environments run in the driver."""
 
     memory_mb: int = bounded(2048, least=256)
     """Memory limit of each of these processes in MB, which its episodes share."""
@@ -58,6 +60,11 @@ class EnvironmentConfig(Section):
             raise ValueError(
                 "environment.name=tools has no environment.tools: name your functions there, as "
                 "[package.module:name]"
+            )
+        if self.name == "gateway" and self.max_tokens is None:
+            raise ValueError(
+                "environment.name=gateway has no environment.max_tokens: set how many tokens all "
+                "calls of an episode may have, where tokens that calls share count once"
             )
         if self.tool_timeout >= self.timeout:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Names of environments in a recipe: single_turn, tools, a task or one of its variants, or
+"""Names of environments in a recipe: single_turn, tools, gateway, a task or one of its variants, or
 package.module:Class.
 """
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from megavlm.config.import_path import IMPORT_PATH, import_object
+from megavlm.environments.agent import GATEWAY
 from megavlm.environments.base import Context, Environment
 from megavlm.environments.tools.environment import ToolEnvironment
 from megavlm.task import SINGLE_TURN, built_in_tasks, find_task
 
+_AGENT = "megavlm.environments.agent:Agent"
 _TOOLS = "megavlm.environments.tools.environment:ToolEnvironment"
 
 
@@ -40,7 +42,11 @@ class NamedEnvironment:
 
 
 def built_in_environments() -> dict[str, NamedEnvironment]:
-    found = {"single_turn": NamedEnvironment(SINGLE_TURN), "tools": NamedEnvironment(_TOOLS)}
+    found = {
+        "single_turn": NamedEnvironment(SINGLE_TURN),
+        "tools": NamedEnvironment(_TOOLS),
+        GATEWAY: NamedEnvironment(_AGENT),
+    }
     for name, task in built_in_tasks().items():
         found[name] = NamedEnvironment(task.environment, name)
         found |= {variant: NamedEnvironment(path, name) for variant, path in task.variants.items()}

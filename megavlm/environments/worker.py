@@ -41,6 +41,8 @@ def main() -> None:
         frame({"id": setup["id"], "error": str(error)})
     )
     cls = registry.load_environment(setup["name"], options, setup["tools"])
+    if check := getattr(cls, "check_options", None):  # of a built-in class, on what a user named
+        check(**options)
     tools = load_tools(setup["tools"])
     sys.excepthook = sys.__excepthook__
     control.sendall(frame({"id": setup["id"]}))

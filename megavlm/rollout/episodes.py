@@ -21,6 +21,7 @@ from megavlm.data.chat import Message
 from megavlm.data.loader import Kind
 from megavlm.data.processor import Processor, Prompt, PromptTooLong
 from megavlm.data.rows import Row
+from megavlm.environments.agent import GATEWAY
 from megavlm.environments.base import ChatFormat, Observation
 from megavlm.environments.processes import make_environments
 from megavlm.inference.generation import Ask
@@ -30,6 +31,7 @@ from megavlm.limited.failure import CallFailure
 from megavlm.observability.phases import Phases
 from megavlm.rewards.base import Example, ResponseDetails
 from megavlm.rewards.manager import RewardManager
+from megavlm.rollout.gateway.play import AgentPlayer
 from megavlm.rollout.observations import Observer
 from megavlm.rollout.timed_environment import TimedEnvironment, step_score
 from megavlm.rollout.trajectory import Episode, Group
@@ -63,7 +65,17 @@ class EpisodeRunner:
         template = processor.chat_template
         self._chat = ChatFormat(template.call_form, template.opens_thought)
         self._observer = Observer(processor, self._settings, config.rollout.max_new_tokens)
+        self._agents: AgentPlayer | None = None
+        if config.environment.name == GATEWAY:
+            self._agents = AgentPlayer(config, processor, reward_manager)
+            runner.run(self._agents.start())
         self.skipped: Counter[Kind] = Counter()  # prompts whose episodes could not start, by reason
+
+    def num_first(self, n: int) -> int:
+        """Return the responses that a group of n episodes has before it is played: none if agents
+        ask for all of them.
+        """
+        return n if self._agents is None else 0
 
     def start(
         self,
@@ -163,7 +175,7 @@ class EpisodeRunner:
             with phases("rollout") if phases else nullcontext():
                 answers = generate(
                     [group.first_prompt for group in groups],
-                    n=len(groups[0].episodes),
+                    n=self.num_first(len(groups[0].episodes)),
                     begun=[group.responses for group in groups],
                     enough=enough,
                     follow=follow,
@@ -179,7 +191,10 @@ class EpisodeRunner:
         timed out.
         """
         try:
-            if responses:
+            if self._agents is not None:
+                name, play = self._name(group.prompt), self._agents.play
+                await asyncio.gather(*(play(episode, ask, name) for episode in group.episodes))
+            elif responses:
                 pairs = zip(group.episodes, responses, strict=True)
                 await asyncio.gather(*(self._play(*pair, ask) for pair in pairs))
         finally:
@@ -196,6 +211,8 @@ class EpisodeRunner:
 
     def close(self) -> None:
         self._runner.run(self._environments.close())
+        if self._agents is not None:
+            self._runner.run(self._agents.close())
         self._runner.run(self.reward_manager.close())
 
     def _close_episodes(self, groups: Sequence[Group]) -> None:

@@ -4,7 +4,8 @@ values.
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from megavlm.config.environment import EnvironmentConfig
@@ -41,7 +42,7 @@ class TimedEnvironment:
         self._context = Context(
             self.score, settings.max_turns, chat, tool_timeout=settings.tool_timeout
         )
-        self._pending = 0  # rewards that the environment waits for
+        self._pending = 0  # rewards and responses that the environment waits for
         self._details = ResponseDetails()
 
     async def reset(self, row: Example, seed: int) -> Observation:
@@ -73,11 +74,21 @@ class TimedEnvironment:
         """Return the configured reward of a response to `row`; None takes the episode's row. The
         time limit of the running call is paused until all of its concurrent rewards are computed.
         """
+        with self.paused():
+            return await self._reward(text, row or self._row, details=self._details)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time towards the running call's limit."""
         self._pending += 1
         try:
-            return await self._reward(text, row or self._row, details=self._details)
+            yield
         finally:
             self._pending -= 1
+
+    def note(self, details: ResponseDetails) -> None:
+        """Take facts about the latest response, for rewards that the environment asks for."""
+        self._details = details
 
     async def _call(self, call: Awaitable[T], seconds: float | None) -> T:
         try:

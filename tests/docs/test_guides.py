@@ -15,6 +15,7 @@ from megavlm.config.reward import Reward
 from megavlm.config.schema import Config
 from megavlm.data.rows import Row
 from megavlm.environments import registry
+from megavlm.environments.agent import Agent
 from megavlm.environments.base import Context, Environment
 from megavlm.environments.tools.load import load_tools
 from megavlm.evaluation.attempts import Attempt, Candidate, Question, SkippedRows
@@ -165,3 +166,13 @@ def test_the_guide_s_shop_has_state() -> None:
     ):
         step = asyncio.run(environment.step(call("add", item=item)))
         assert step.observation is not None and step.observation.messages[0]["content"] == said
+
+
+def test_the_guide_s_agent_is_an_agent() -> None:
+    config = load(Path("my_agent.yaml"), ["model.folder=x", "run.dir=x"])
+    Agent.check_options(**config.environment.options)
+    environment_of("my_agent.yaml")
+    assert import_object(config.environment.options["agent"]).__code__.co_varnames[:2] == (
+        "base_url",
+        "row",
+    )

@@ -65,7 +65,7 @@ class Tool:
         """
         try:
             async with asyncio.timeout(seconds):
-                result = await self._run(_read(arguments, self.schema["parameters"]))
+                result = await self._run(read_arguments(arguments, self.schema["parameters"]))
         except ValidationError as error:
             raise ToolError(f"{self.name}: {_problems(error)}") from error
         except TimeoutError as error:
@@ -114,7 +114,7 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _read(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+def read_arguments(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Read arguments that are text, but not by the schema, as JSON: the form of tags has no other
     types than text.
     """

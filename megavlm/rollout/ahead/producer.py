@@ -190,7 +190,7 @@ class Producer:
             item.generated, item.place = generated, place
         await self._client.generate_ahead(
             [item.group.first_prompt for item in started],
-            n=self._n,
+            n=self._episodes.num_first(self._n),
             sampling=self._sampling,
             accepts=self._accepts,
             refit=self._wait_for_push,

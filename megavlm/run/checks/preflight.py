@@ -25,6 +25,7 @@ from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
 from megavlm.config.transports import TRANSPORT_TRAITS, transports_with
 from megavlm.data.rows import Row, Rows, check_media
+from megavlm.environments.agent import GATEWAY
 from megavlm.environments.processes import make_environments
 from megavlm.environments.registry import built_in_environments, find_environment
 from megavlm.inference.errors import RolloutServerError
@@ -182,9 +183,10 @@ def _check_use(row: Row, config: Config, use: Literal["sft", "rewards"] | None) 
             f"{row.source}: algorithm.name=sft needs an answer to learn, but this row has none: "
             "name its column in data.answer_key, or end the chat with the assistant's message"
         )
-    reward, is_class = config.reward, IMPORT_PATH.fullmatch(config.environment.name)
-    if use != "rewards" or (is_class and not (reward.name or reward.parts)):
-        return  # a user's environment may need no reward
+    reward, name = config.reward, config.environment.name
+    is_own = name == GATEWAY or IMPORT_PATH.fullmatch(name)
+    if use != "rewards" or (is_own and not (reward.name or reward.parts)):
+        return  # a user's environment or agent may need no reward
     columns = Example(row.problem, row.answer, row.category, extra=row.extra).columns()
     for part in reward_parts(config):
         try:

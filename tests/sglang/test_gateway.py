@@ -1,0 +1,88 @@
+"""An agent plays through the gateway with the real server: the trainer's log-probs of the tree of
+its calls are those that were recorded.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from megavlm.config.algorithm import GRPO
+from megavlm.config.environment import EnvironmentConfig
+from megavlm.data.packing import Tree, make_pack
+from megavlm.data.rows import Row
+from megavlm.inference.protocol import Sampling
+from megavlm.models.common.config import ModelOptions
+from megavlm.rollout.episodes import EpisodeRunner
+from megavlm.rollout.groups import policy_trees
+from megavlm.rollout.trajectory import Group
+from tests.parity.runs import Run
+from tests.parity.table import LAYOUTS
+from tests.sglang.conftest import Served
+from tests.support.fork import launch
+from tests.support.random_images import image
+from tests.support.timeouts import scaled
+from tests.unit.rollout.scripted import graded
+
+pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
+USER = Path(__file__).parents[1] / "unit" / "rollout" / "user"
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2_5_vl", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_5", "qwen3_vl"))],
+)
+def test_the_trainers_logprobs_are_those_of_the_agents_calls(
+    servers: Callable[[str], Served], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(USER), prepend=os.pathsep)
+    served = servers(family).restore()
+    processor = served.processor
+    how = Sampling(1.0, 12, suppressed_ids=processor.suppressed_ids, stop_ids=processor.stop_ids)
+    row = Row(0, "<image>Find x.", "3", (image(112, 84, 1),), "", "test:0")
+    config: Any = SimpleNamespace(
+        environment=EnvironmentConfig(
+            name="gateway",
+            max_turns=16,
+            max_tokens=8192,
+            timeout=scaled(60),
+            options={"agent": "agents:plays_everything"},
+        ),
+        rollout=SimpleNamespace(max_new_tokens=12),
+        run=SimpleNamespace(seed=0),
+        data=SimpleNamespace(system_prompt=None, long_prompts="refuse"),
+    )
+    group = Group(processor.prompt(row))
+    with served.client as client:
+        playing = EpisodeRunner(config, processor, graded(), client.runner)
+        try:
+            playing.play(playing.start([group], 2), partial(client.generate, sampling=how))
+        finally:
+            playing.close()
+    assert group.is_played and [episode.score.failure for episode in group.episodes] == [None, None]
+    for episode in group.episodes:
+        assert len(episode.responses) == 7 and episode.counts["branches"] == 3
+        assert episode.counts["cancelled_calls"] <= 1
+        assert episode.counts["unmatched_messages"] == 1
+    (tree,) = policy_trees([group], GRPO(), max_new_tokens=12, max_turns=16)
+    images = {shown.key: shown for prompt in group.prompts for shown in prompt.images}
+    (largest,) = launch(1, largest_difference, served.folder, tree, images, how.suppressed_ids)
+    assert largest < 1e-4
+
+
+def largest_difference(folder: Path, tree: Tree, images: Any, suppressed: tuple[int, ...]) -> float:
+    """Between the trainer's log-probs and those that the server recorded."""
+    config = AutoConfig.from_pretrained(folder)
+    run = Run.start(folder, config, LAYOUTS["one rank"], ModelOptions(), images)
+    pack = make_pack([tree], vision_token_ids=(config.image_token_id, config.video_token_id))
+    (logits,) = run.logits([pack])
+    logits[:, list(suppressed)] = -torch.inf
+    logprobs = logits.log_softmax(-1).gather(1, pack.target_ids[:, None])[:, 0]
+    assert pack.columns is not None and len(logprobs) == pack.num_targets
+    return float((logprobs - pack.columns.rollout_logprobs).abs().max())
