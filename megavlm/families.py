@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,13 @@ class Family:
 
     served_modules: Part of the names of SGLang's modules that serve the family. A CPU server
         imports no other models, so it starts in less time. "" imports all.
+    coordinates: Form in which the family was trained to name places in an image: relative (0 to
+        1000 across and down) or pixels (of the image as the model sees it).
     """
 
     package: str
     served_modules: str = ""
+    coordinates: Literal["relative", "pixels"] = "relative"
 
     def language_sizes(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of `architecture` that layout rules need.
@@ -126,7 +129,7 @@ class Family:
 
 FAMILIES = {
     "qwen2_vl": Family("megavlm.models.qwen2_vl", "qwen"),
-    "qwen2_5_vl": Family("megavlm.models.qwen2_5_vl", "qwen"),
+    "qwen2_5_vl": Family("megavlm.models.qwen2_5_vl", "qwen", "pixels"),
     "qwen3_vl": Family("megavlm.models.qwen3_vl", "qwen"),
     "qwen3_vl_moe": Family("megavlm.models.qwen3_vl", "qwen"),
     "qwen3_5": Family("megavlm.models.qwen3_5", "qwen"),

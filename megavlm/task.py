@@ -17,6 +17,7 @@ BUILT_IN_TASKS = {
     "vqa": "megavlm.tasks.vqa",
     "caption": "megavlm.tasks.caption",
     "geospot": "megavlm.tasks.geospot",
+    "zoom": "megavlm.tasks.zoom",
 }
 _PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 

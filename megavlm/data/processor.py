@@ -121,6 +121,8 @@ class Processor:
             control_ids=[i for i in control if i is not None],
         )
         self.merge_size = self._images.format.merge  # patches of a side that become one token
+        self.token_side = self._images.format.patch * self.merge_size  # in pixels
+        self.coordinates = family.coordinates
         self._max_prompt_tokens = data.max_prompt_tokens
 
         self.vocab_size: int = config.get_text_config().vocab_size

@@ -94,15 +94,20 @@ class Step:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """The form of a model's responses.
+    """The form of a model's responses, and of the images that it sees.
 
     calls: Form of a tool call in <tool_call>: a JSON object (Qwen2.5-VL, Qwen3-VL), or tags for the
         function and its parameters (Qwen3.5 and later).
     opens_thought: True if the prompt itself opens a thought, so that a response begins inside it.
+    coordinates: Form in which the model was trained to name places in an image: relative (0 to 1000
+        across and down the image) or pixels (of the image as the model sees it).
+    token_side: Side in pixels of the square of an image that becomes one token.
     """
 
     calls: Literal["json", "xml"] = "json"
     opens_thought: bool = False
+    coordinates: Literal["relative", "pixels"] = "relative"
+    token_side: int = 28
 
 
 @dataclass(frozen=True)
@@ -111,11 +116,12 @@ class Context:
 
     score: Computes the configured reward of a response, in a process with limits.
     max_turns: Largest number of turns of an episode.
-    chat: Form of the model's responses.
+    chat: Form of the model's responses, and of the images that it sees.
     tools: Tools that the recipe names in environment.tools.
     tool_timeout: Seconds that a tool may take.
+    max_observation_tokens: Largest number of tokens of an observation, images included.
     shown_sizes: Width and height in pixels at which the model sees each image of the prompt so far,
-        in order; filled before each step.
+        by the SHA-256 of its file (hexadecimal); filled before each step.
     """
 
     score: Callable[[str, Example], Awaitable[Score]]
@@ -123,7 +129,8 @@ class Context:
     chat: ChatFormat = ChatFormat()
     tools: Sequence[Any] = ()
     tool_timeout: float = 30.0
-    shown_sizes: list[tuple[int, int]] = field(default_factory=list)
+    max_observation_tokens: int = 256
+    shown_sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class Environment(Protocol):

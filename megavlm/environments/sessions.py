@@ -207,6 +207,7 @@ class RemoteEnvironment:
             "max_turns": context.max_turns,
             "chat": asdict(context.chat),
             "tool_timeout": context.tool_timeout,
+            "max_observation_tokens": context.max_observation_tokens,
         }
         reply = await self._call({"reset": values})
         return wire.unpack_observation(reply["observation"])

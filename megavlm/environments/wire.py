@@ -73,5 +73,9 @@ def unpack_step(values: Mapping[str, Any]) -> Step:
     return Step(observation, values["reward"], values["done"], info)
 
 
+def unpack_sizes(values: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    return {digest: (width, height) for digest, (width, height) in values.items()}
+
+
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()

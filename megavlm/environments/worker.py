@@ -171,7 +171,8 @@ class Session:
     async def _play(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if "step" in message:
             assert self._environment is not None and self._context is not None
-            self._context.shown_sizes[:] = map(tuple, message["shown_sizes"])
+            self._context.shown_sizes.clear()
+            self._context.shown_sizes.update(wire.unpack_sizes(message["shown_sizes"]))
             return wire.pack_step(await self._environment.step(message["step"]))
         values = message["reset"]
         self._context = Context(
@@ -180,6 +181,7 @@ class Session:
             ChatFormat(**values["chat"]),
             self._worker.tools,
             values["tool_timeout"],
+            values["max_observation_tokens"],
         )
         self._environment = registry.make(self._worker.cls, self._context, self._worker.options)
         seen = await self._environment.reset(wire.unpack_row(values["row"]), values["seed"])

@@ -63,7 +63,12 @@ class EpisodeRunner:
         self._environments = runner.run(make_environments(config.environment))
         self._runner = runner
         template = processor.chat_template
-        self._chat = ChatFormat(template.call_form, template.opens_thought)
+        self._chat = ChatFormat(
+            template.call_form,
+            template.opens_thought,
+            processor.coordinates,
+            processor.token_side,
+        )
         self._observer = Observer(processor, self._settings, config.rollout.max_new_tokens)
         self._agents: AgentPlayer | None = None
         if config.environment.name == GATEWAY:
@@ -315,7 +320,7 @@ class EpisodeRunner:
         text, prompt = self._processor.decode(response.token_ids), episode.next_prompt
         environment, following = episode.environment, None
         assert prompt is not None and environment is not None
-        sizes = [image.shown_size for image in prompt.images]
+        sizes = {image.digest.hex(): image.shown_size for image in prompt.images}
         try:
             step = await environment.step(text, details(response, [*episode.texts, text]), sizes)
             reward, score = step_score(step, self._name(prompt), sum(episode.rewards))

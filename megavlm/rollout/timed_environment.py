@@ -4,7 +4,7 @@ values.
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -40,7 +40,11 @@ class TimedEnvironment:
         self._environment: Any = None  # from its reset to its close
         self._settings, self._reward, self._name = settings, reward, name
         self._context = Context(
-            self.score, settings.max_turns, chat, tool_timeout=settings.tool_timeout
+            self.score,
+            settings.max_turns,
+            chat,
+            tool_timeout=settings.tool_timeout,
+            max_observation_tokens=settings.max_observation_tokens,
         )
         self._pending = 0  # rewards and responses that the environment waits for
         self._details = ResponseDetails()
@@ -52,16 +56,18 @@ class TimedEnvironment:
         return await self._call(self._environment.reset(row, seed), self._settings.timeout)
 
     async def step(
-        self, text: str, details: ResponseDetails, sizes: Sequence[tuple[int, int]]
+        self, text: str, details: ResponseDetails, sizes: Mapping[str, tuple[int, int]]
     ) -> Step:
         """Play a turn.
 
         details: Facts about the response for rewards that the environment asks for during this
             turn.
-        sizes: Width and height of each image of the prompt, as the model sees it.
+        sizes: Width and height of each image of the prompt as the model sees it, by the SHA-256
+            of its file.
         """
         self._details = details
-        self._context.shown_sizes[:] = sizes
+        self._context.shown_sizes.clear()
+        self._context.shown_sizes.update(sizes)
         return await self._call(self._environment.step(text), self._settings.timeout)
 
     def close(self) -> None:

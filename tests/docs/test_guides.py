@@ -23,6 +23,7 @@ from megavlm.rewards.base import Example, ResponseDetails, Score
 from megavlm.rewards.manager import Part, RewardManager
 from megavlm.rewards.registry import check_options, check_reward_row
 from megavlm.rollout.rewards import make_reward_manager, reward_parts, used_tasks
+from tests.conftest import png
 from tests.docs.test_tutorial import FENCE, ROOT
 from tests.support.timeouts import scaled
 
@@ -176,3 +177,11 @@ def test_the_guide_s_agent_is_an_agent() -> None:
         "base_url",
         "row",
     )
+
+
+def test_the_guide_s_zoom_has_a_tool_more() -> None:
+    config: Config = load(Path("my_zoom.yaml"), ["model.folder=x", "run.dir=x"])
+    cls = registry.load_environment(config.environment.name, {})
+    environment = registry.make(cls, Context(nothing, 4), {})
+    start = asyncio.run(environment.reset(Example("?", "3", images=(png(),)), 0))
+    assert [tool["function"]["name"] for tool in start.tools][-1] == "grey"

@@ -14,24 +14,30 @@ class ToolEnvironment:
     A turn with tool calls gets their results, in the order of the calls. A malformed call, a wrong
     argument and a tool that fails or takes too long are results, too: the policy reads one sentence
     that begins with "error:". A turn without a call is the answer.
+
+    reply: The response of the current turn in parts.
     """
 
-    def __init__(self, context: Context) -> None:
-        """Collect the tools. Raises ValueError if a function cannot be a tool."""
+    reply: Reply
+
+    def __init__(self, context: Context, show_tools: bool = True) -> None:
+        """Collect the tools. show_tools: False if the prompt already explains them. Raises
+        ValueError if a function cannot be a tool.
+        """
         self.context = context
-        self._turns = context.max_turns
+        self._turns, self._show_tools = context.max_turns, show_tools
         self._tools = {tool.name: tool for tool in [*marked_tools(self), *self.context.tools]}
 
     async def reset(self, row: Example, seed: int) -> Observation:
         """Show the row's prompt and the tools."""
         self.row = row
         schemas = [{"type": "function", "function": t.schema} for t in self._tools.values()]
-        return Observation(row.messages, row.images, schemas)
+        return Observation(row.messages, row.images, schemas if self._show_tools else ())
 
     async def step(self, text: str) -> Step:
         """Call the tools of a response, or finish the episode if it calls none."""
         self._turns -= 1
-        reply = read_reply(text, self.context.chat)
+        self.reply = reply = read_reply(text, self.context.chat)
         if not reply.calls or not self._turns:
             return await self.finish(text, reply)
         shown, failed = list[ChatMessage](), 0

@@ -111,7 +111,7 @@ async def _run(environment: TimedEnvironment, session: GatewaySession, url: str)
     """Run the agent until it returns, posts a reward or gets no response in time. Raises
     CallFailure and RequestTimedOut.
     """
-    agent = asyncio.ensure_future(environment.step(url, ResponseDetails(), []))
+    agent = asyncio.ensure_future(environment.step(url, ResponseDetails(), {}))
     try:
         await asyncio.wait({agent, session.ended}, return_when=asyncio.FIRST_COMPLETED)
         if session.ended.done():

@@ -36,8 +36,7 @@ def step(environment: Environment, text: str) -> Step:
     return asyncio.run(environment.step(text))
 
 
-OTHERS = ("gateway", "tools")
-SINGLE = [name for name in built_in_environments() if "_" not in name and name not in OTHERS]
+SINGLE = [name for name, found in built_in_environments().items() if found.starts_from_row]
 
 
 @pytest.mark.parametrize("name", SINGLE)

@@ -38,7 +38,7 @@ def test_only_time_in_which_the_loop_runs_counts(is_answered: bool) -> None:
     timed._environment = piped = Piped()
 
     async def begin() -> "asyncio.Task[Step]":
-        task = asyncio.create_task(timed.step("", ResponseDetails(), []))
+        task = asyncio.create_task(timed.step("", ResponseDetails(), {}))
         await asyncio.sleep(0)
         return task
 
