@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.reward import Reward
 from megavlm.data.processor import Processor
+from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestTimedOut
 from megavlm.rewards.base import RewardStop
 from megavlm.rewards.manager import Part, RewardManager
@@ -75,6 +77,32 @@ def test_a_group_whose_request_times_out_is_not_scored(
     policy = Unanswered(processor, "5", "3")
     first, second = play(processor, ranking, policy, "vqa_retry", **TWO_TURNS)
     assert not first.has_ended and second.score.reward == 1.0
+
+
+def test_a_group_that_waits_is_scored_when_it_is_played(
+    processor: Processor, ranking: RewardManager
+) -> None:
+    """Its first step plays another group; a later step continues its responses."""
+    policy = Policy(processor, "3", "4", "4", "3")
+    begun: list[list[Response]] = []
+
+    def generate(prompts: Any, n: int, follow: Any, **partly: Any) -> list[list[Response]]:
+        answers = [[policy.respond() for _ in range(n)] for _ in prompts]
+        RUNNER.run(policy.follow([answers[0], *[[] for _ in answers[1:]]], follow))
+        begun.append([replace(response, finish="abort") for response in answers[-1]])
+        return [answers[0], *begun[:1]][: len(prompts)]
+
+    playing = episode_runner(processor, ranking, "vqa")
+    groups = [Group(processor.prompt(ROW)) for _ in range(2)]
+    playing.play(playing.start(groups, 2), generate, enough=1)
+    assert [group.is_played for group in groups] == [True, False]
+    assert [score.reward for score in groups[0].scores] == pytest.approx([1.0, 0.1])
+    assert [r.finish for r in groups[1].responses] == ["abort", "abort"]
+
+    policy.texts = ["4", "3"]
+    playing.play(playing.start(groups[1:], 2), generate)
+    assert [score.reward for score in groups[1].scores] == pytest.approx([0.1, 1.0])
+    RUNNER.run(playing._environments.close())
 
 
 def test_the_curriculum_s_stage_reaches_the_group(
