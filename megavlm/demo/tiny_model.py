@@ -29,6 +29,9 @@ SPECIAL_TOKENS = (
     "<|video_pad|>",
 )
 
+# Added where texts have tool calls, as in the released tokenizers from Qwen2.5 on.
+TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
 # This is Qwen2.5-VL's released template without the default system message, to keep prompts short.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -93,8 +96,11 @@ def train_tokenizer(texts: Iterable[str], *, max_vocab: int) -> PreTrainedTokeni
     )
     # The words of the chat template are in every prompt, so each of them becomes one token.
     roles = ["system\n", "user\n", "assistant\n"] * 100
+    texts = list(texts)
     tokenizer.train_from_iterator([*texts, *roles], trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    if any(TOOL_TOKENS[0] in text for text in texts):
+        tokenizer.add_tokens([AddedToken(token) for token in TOOL_TOKENS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TURN,
