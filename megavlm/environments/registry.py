@@ -10,7 +10,6 @@ from typing import Any, cast
 from megavlm.config.import_path import IMPORT_PATH, import_object
 from megavlm.environments.agent import GATEWAY
 from megavlm.environments.base import Context, Environment
-from megavlm.environments.tools.environment import ToolEnvironment
 from megavlm.task import SINGLE_TURN, built_in_tasks, find_task
 
 _AGENT = "megavlm.environments.agent:Agent"
@@ -84,11 +83,14 @@ def load_environment(
         inspect.iscoroutinefunction(getattr(found, method, None)) for method in ("reset", "step")
     ):
         raise ValueError(f"environment.name={name} has not reset and step as async methods")
-    if tools and not issubclass(found, ToolEnvironment):
-        raise ValueError(
-            f"environment.tools={list(tools)}: environment.name={name} calls no tools; set "
-            "environment.name=tools, or let your class extend ToolEnvironment"
-        )
+    if tools:
+        from megavlm.environments.tools.environment import ToolEnvironment  # imports pydantic
+
+        if not issubclass(found, ToolEnvironment):
+            raise ValueError(
+                f"environment.tools={list(tools)}: environment.name={name} calls no tools; set "
+                "environment.name=tools, or let your class extend ToolEnvironment"
+            )
     parameters = inspect.signature(found).parameters
     takes = [name for name in list(parameters)[1:]]
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.schema import Config
@@ -31,10 +31,12 @@ from megavlm.limited.failure import CallFailure
 from megavlm.observability.phases import Phases
 from megavlm.rewards.base import Example, ResponseDetails
 from megavlm.rewards.manager import RewardManager
-from megavlm.rollout.gateway.play import AgentPlayer
 from megavlm.rollout.observations import Observer
 from megavlm.rollout.timed_environment import TimedEnvironment, step_score
 from megavlm.rollout.trajectory import Episode, Group
+
+if TYPE_CHECKING:
+    from megavlm.rollout.gateway.play import AgentPlayer
 
 T = TypeVar("T")
 
@@ -72,7 +74,9 @@ class EpisodeRunner:
         self._observer = Observer(processor, self._settings, config.rollout.max_new_tokens)
         self._agents: AgentPlayer | None = None
         if config.environment.name == GATEWAY:
-            self._agents = AgentPlayer(config, processor, reward_manager)
+            from megavlm.rollout.gateway import play  # the only user of aiohttp
+
+            self._agents = play.AgentPlayer(config, processor, reward_manager)
             runner.run(self._agents.start())
         self.skipped: Counter[Kind] = Counter()  # prompts whose episodes could not start, by reason
 
