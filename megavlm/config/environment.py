@@ -45,7 +45,7 @@ class EnvironmentConfig(Section):
     an agent of the gateway, without the time in which it waits for responses."""
 
     tool_timeout: float = follows(30.0, above=0)
-    """Seconds that a tool may take; then the policy reads an error. By default half of
+    """Seconds that the tools of a turn may take; then the policy reads an error. By default half of
     environment.timeout."""
 
     workers: int = bounded(2, least=1)

@@ -118,7 +118,7 @@ class Context:
     max_turns: Largest number of turns of an episode.
     chat: Form of the model's responses, and of the images that it sees.
     tools: Tools that the recipe names in environment.tools.
-    tool_timeout: Seconds that a tool may take.
+    tool_timeout: Seconds that the tools of a turn may take.
     max_observation_tokens: Largest number of tokens of an observation, images included.
     shown_sizes: Width and height in pixels at which the model sees each image of the prompt so far,
         by the SHA-256 of its file (hexadecimal); filled before each step.

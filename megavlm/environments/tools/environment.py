@@ -1,5 +1,6 @@
 """Episodes in which the policy calls tools until it answers without a call."""
 
+import time
 from collections.abc import Sequence
 
 from megavlm.environments.base import ChatMessage, Content, Context, Observation, Step, scored
@@ -41,6 +42,7 @@ class ToolEnvironment:
         if not reply.calls or not self._turns:
             return await self.finish(text, reply)
         shown, failed = list[ChatMessage](), 0
+        self._until = time.monotonic() + self.context.tool_timeout
         for call in reply.calls:
             try:
                 content = await self.call(call)
@@ -59,7 +61,7 @@ class ToolEnvironment:
             raise call
         if (tool := self._tools.get(call.name)) is None:
             raise ToolError(f"there is no tool {call.name}; there is {', '.join(self._tools)}")
-        return await tool.call(call.arguments, self.context.tool_timeout)
+        return await tool.call(call.arguments, max(self._until - time.monotonic(), 0.0))
 
     async def finish(self, text: str, reply: Reply) -> Step:
         """Score the last response, which is the answer. reply: The response in parts."""

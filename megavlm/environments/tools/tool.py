@@ -69,7 +69,7 @@ class Tool:
         except ValidationError as error:
             raise ToolError(f"{self.name}: {_problems(error)}") from error
         except TimeoutError as error:
-            raise ToolError(f"{self.name}: no result in {seconds:g} s") from error
+            raise ToolError(f"{self.name}: no result in {seconds:.3g} s") from error
         except ToolError:
             raise
         # A tool may raise anything; it is an observation for the policy.

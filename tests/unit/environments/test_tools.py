@@ -275,6 +275,17 @@ def test_an_episode_calls_tools_until_it_answers() -> None:
     assert (done.done, done.reward) == (True, 1.0)
 
 
+def test_the_calls_of_a_turn_share_its_time() -> None:
+    """Together they would take longer than the step may, which would end the episode."""
+    environment, _ = looking(tools=[Tool.of(slow)], tool_timeout=0.3)
+    started = time.monotonic()
+    turn = step(environment, "\n".join([json_call("slow", seconds=0.2)] * 4))
+    assert turn.observation is not None and turn.info["counts"]["tool_errors"] == 3
+    contents = [message["content"] for message in turn.observation.messages]
+    assert contents[0] == "awake" and contents[3] == "error: slow: no result in 0 s"
+    assert time.monotonic() - started < 2.0
+
+
 def test_the_last_turn_is_the_answer_and_calls_nothing() -> None:
     environment, _ = looking(max_turns=1)
     done = step(environment, json_call("look", box=[1, 2]))
