@@ -18,6 +18,8 @@ from megavlm.data.processor import Processor, Prompt
 from megavlm.environments.base import ChatFormat
 from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestRefused, RequestTimedOut
+from megavlm.rollout.gateway.messages import read_messages
+from megavlm.rollout.gateway.parameters import ChatRequest
 from megavlm.rollout.gateway.server import GatewayServer
 from megavlm.rollout.gateway.session import GatewaySession, SessionLimits
 from tests.conftest import png
@@ -219,6 +221,25 @@ def test_calls_and_thoughts_are_in_the_models_own_form(qwen3: Callable[[str], Pr
         run(agent(name, text))
 
 
+def test_other_tools_and_an_edited_thought_are_branches(
+    qwen3: Callable[[str], Processor],
+) -> None:
+    async def agent() -> None:
+        policy = Policy(qwen3("qwen3_8"), ["I think.\n</think>\n\n1", "2", "3", "4"])
+        async with served(policy) as gateway:
+            reply = (await gateway.chat(user("?"), tools=[TOOL])).choices[0].message
+            chat = [user("?"), reply, user("And?")]
+            await gateway.chat(*chat, tools=[TOOL])
+            assert gateway.counts == {}
+            await gateway.chat(*chat)
+            assert gateway.counts == {"branches": 1, "unmatched_messages": 1}
+            edited = {**reply.model_dump(exclude_none=True), "reasoning_content": "I know."}
+            await gateway.chat(user("?"), edited, user("And?"), tools=[TOOL])
+            assert gateway.counts == {"branches": 2, "unmatched_messages": 2}
+
+    run(agent())
+
+
 def test_a_malformed_call_is_text_and_counted(qwen3: Callable[[str], Processor]) -> None:
     async def agent() -> None:
         policy = Policy(qwen3("qwen3_vl"), ['<tool_call>{"name": "zoom"}</tool_call>'] * 2)
@@ -403,6 +424,19 @@ def test_a_reward_ends_the_session_and_keys_are_told_apart(processor: Processor)
                 late = await http.post(f"{root}/v1/chat/completions", json=body, headers=bearer)
                 assert late.status_code == 410
                 assert "has ended" in late.json()["error"]["message"]
+
+    run(agent())
+
+
+def test_a_reply_that_is_sent_after_the_reward_is_not_trained_on(processor: Processor) -> None:
+    async def agent() -> None:
+        async with served(Policy(processor, ["1", "2"])) as gateway:
+            await gateway.chat(user("?"))
+            asked = ChatRequest(read_messages([user("!")]), (), 1, None, False, False)
+            _, calls = await gateway.session.answer(asked, is_retry=False)
+            gateway.session.end(0.5)
+            gateway.session.sent(calls)
+            assert [call.text for call in gateway.session.calls] == ["1"]
 
     run(agent())
 
