@@ -106,11 +106,12 @@ class Observer:
                 images += [part.data for part in message["content"] if isinstance(part, Image)]
         if problem := _problem(read, observation):
             raise self._unusable(base, problem)
-        last = next((m.text for m in reversed(read) if m.role == "user"), read[-1].text)
-        alone = read == [Message("user", last)]
+        asked = [m.text for m in read if m.role == "user"][-1:]
+        shown = "\n".join(asked or [m.text for m in read])  # the results of all calls of a turn
+        alone = read == [Message("user", shown)]
         return replace(
             base,
-            problem=last,
+            problem=shown,
             images=tuple(images),
             videos=(),
             messages=() if alone else tuple(read),

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,17 @@ def test_later_turns_show_their_message_and_images(tmp_path: Path) -> None:
     assert len(page.values("src")) == 4
     assert "card group several" in page.values("class"), "images are side by side, above the text"
     assert (tmp_path / "samples" / "crop.png").is_file()
+
+
+def test_images_of_results_are_at_their_places_in_the_text(tmp_path: Path) -> None:
+    results = {"message": "first<image>second<image>", "images": [image("a"), image("b")]}
+    plain = {"message": "it says <image>", "images": []}
+    asked = group(images=[])
+    asked["responses"][0] |= {"turns": [results | {"text": "x"}, plain | {"text": "y"}]}
+    page = report(tmp_path, [asked], steps=1)
+    shown = page.html[page.html.index('<div class="observation">') :]
+    parts = re.findall(r"first|second|<img|it says &lt;image&gt;", shown)
+    assert parts == ["first", "<img", "second", "<img", "it says &lt;image&gt;"]
 
 
 def test_a_legend_names_what_was_measured_only(tmp_path: Path) -> None:

@@ -77,3 +77,4 @@ def test_a_result_is_shrunk_until_its_observation_is_within_the_budget(
     sizes = [image.num_tokens for image in episode.prompts[-1].images]
     assert len(sizes) == 4 and 40 < sizes[1] <= 64 and 9 <= sizes[2] == sizes[3] <= 16
     assert episode.score.correct and len(episode.responses) == 3
+    assert episode.prompts[2].row.problem == "Image 3:<image>\nImage 4:<image>", "pages show it"
