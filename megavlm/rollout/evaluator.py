@@ -82,4 +82,4 @@ def _answer(group: Group) -> Answer:
         # An episode may fail to start, for example with shuffled images; it counts as incorrect.
         return Answer("", False)
     (episode,) = group.episodes
-    return Answer(episode.text, episode.score.correct, episode.score.failure)
+    return Answer(episode.texts[-1], episode.score.correct, episode.score.failure)
