@@ -329,7 +329,8 @@ class GenerationBatch:
         for place, prompt in zip(request.places, request.prompts, strict=True):
             if not is_complete(self.groups[place]):
                 begun = tuple(self.groups[place])
-                rest = Request([place], [prompt], request.n, begun, self.limits.slots(prompt))
+                slots = self.limits.slots(prompt)
+                rest = Request([place], [prompt], request.n, begun, slots, request.most)
                 if self.accepts is None:
                     self._retry(rest, address, "it was aborted")
                 else:

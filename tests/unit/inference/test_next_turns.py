@@ -60,6 +60,28 @@ def test_with_no_responses_all_groups_are_followed_at_once() -> None:
     assert limits == {0: 256, 1: 7, 2: 7}, "a request may lower the limit"
 
 
+def test_a_next_turn_that_was_aborted_keeps_its_limit() -> None:
+    with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
+        fake.held, fake.held_once, fake.num_held_tokens = {9}, True, 3
+
+        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+            asking = asyncio.create_task(ask(make_prompt(first_id=9), 7))
+            while not fake.bodies("/generate"):
+                await asyncio.sleep(0.01)
+            fake.aborted.set()
+            assert (await asking).token_ids == (50, 51, 52, 9, 3)
+
+        client.generate([make_prompt()], n=0, sampling=SAMPLING, follow=follow)
+        limits = [b["sampling_params"] for b in fake.bodies("/generate")]
+    assert [_limit(parameters) for parameters in limits] == [7, 4]
+
+
+def _limit(parameters: Any) -> int:
+    (own,) = parameters if isinstance(parameters, list) else [parameters]
+    limit: int = own["max_new_tokens"]
+    return limit
+
+
 def test_a_next_turn_that_is_cancelled_is_forgotten() -> None:
     """Its request ends, so that it does not keep a server busy."""
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
