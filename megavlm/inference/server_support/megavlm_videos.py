@@ -45,9 +45,8 @@ def install() -> None:
             if isinstance(item, str) and item.startswith(BEGIN):
                 token_ids = multimodal_tokens.image_token_id, multimodal_tokens.video_token_id
                 # In a thread, as it takes long to make patches of frames.
-                return await asyncio.to_thread(
-                    processed, prompt, read(item.removeprefix(BEGIN)), token_ids
-                )
+                text = item.removeprefix(BEGIN)
+                return await asyncio.to_thread(processed, prompt, text, token_ids)
         return await load(
             self, prompt, multimodal_tokens, image_data, video_data, audio_data, **options
         )
@@ -55,20 +54,21 @@ def install() -> None:
     BaseMultimodalProcessor.load_mm_data = load_processed
 
 
-def read(text: str) -> bytearray:
-    """Return the content that is in a file or in the text."""
+def _read(text: str) -> bytearray:
     if not text.startswith(FILE):
         return bytearray(base64.b64decode(text))
     with open(text.removeprefix(FILE), "rb") as file:
         return bytearray(file.read())
 
 
-def processed(prompt: list[int], content: bytearray, token_ids: tuple[int, int]) -> Any:
+def processed(prompt: list[int], text: str, token_ids: tuple[int, int]) -> Any:
     """Return the media as SGLang's processors return them, one item for each run of tokens: an
-    image, a video, or a frame of a video. token_ids: The tokens that images and videos replace.
+    image, a video, or a frame of a video. text: Names or holds the content. token_ids: The tokens
+    that images and videos replace.
 
     Raises ValueError, which SGLang answers with HTTP 400, if the tokens are not those of the media.
     """
+    content = _read(text)
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
     length, following = header["num_tokens"], header["next_position"]
