@@ -53,8 +53,8 @@ def pack_step(step: Step) -> dict[str, Any]:
     info = {name: step.info[name] for name in ("correct", "parts", "counts") if name in step.info}
     if isinstance(score := step.info.get("score"), Score):
         info["score"] = asdict(score)
-    if "parts" in info:
-        info["parts"] = {str(name): float(value) for name, value in info["parts"].items()}
+    for numbers in {"parts", "counts"} & info.keys():
+        info[numbers] = {str(name): float(value) for name, value in info[numbers].items()}
     shown = None if step.observation is None else pack_observation(step.observation)
     return {
         "observation": shown,

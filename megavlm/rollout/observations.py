@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.data.chat import IMAGE_PLACEHOLDER, ROLES, Message
@@ -48,6 +48,7 @@ class Observer:
         messages = [self._spelled_out(message) for message in observation.messages]
         row = self._row(prompt.row, observation, messages)
         following = self._appended(prompt, response, row)
+        added = len(following.token_ids) - len(prompt.token_ids) - len(response)
         counts = dict[str, int]()
         most = self._settings.max_images
         if self._settings.over_budget == "replace" and most is not None:
@@ -58,15 +59,16 @@ class Observer:
                 )
                 counts["images_replaced"] = replaced
         try:
-            self._check(prompt, response, following)
+            self._check(prompt, following, added)
         except OverBudget as problem:
             if self._settings.over_budget == "end":
                 return None, {"over_budget": 1}
             note = [_refused(message, str(problem)) for message in messages]
             row = self._row(prompt.row, Observation(note), note)
             following, counts = self._appended(prompt, response, row), {"observations_refused": 1}
+            added = len(following.token_ids) - len(prompt.token_ids) - len(response)
             try:
-                self._check(prompt, response, following)
+                self._check(prompt, following, added)
             except OverBudget:
                 return None, {"over_budget": 1}
         return following, counts
@@ -77,10 +79,9 @@ class Observer:
         except ValueError as error:
             raise CallFailure("value", f"{self._name(prompt.row)}: {error}") from error
 
-    def _check(self, prompt: Prompt, response: Sequence[int], following: Prompt) -> None:
-        """Raise OverBudget if the next prompt is over budget."""
+    def _check(self, prompt: Prompt, following: Prompt, added: int) -> None:
+        """Raise OverBudget if the next prompt is over budget. added: Tokens of the observation."""
         settings = self._settings
-        added = len(following.token_ids) - len(prompt.token_ids) - len(response)
         if added > settings.max_observation_tokens:
             raise OverBudget(
                 f"it has {added} tokens, and {settings.max_observation_tokens} are allowed"
@@ -98,12 +99,12 @@ class Observer:
         because the environment may repeat the policy's words.
         """
         # If one message has parts, a placeholder is plain text in all of them.
-        has_parts = any(_is_parts(message["content"]) for message in messages)
+        has_parts = any(_is_parts(message.get("content")) for message in messages)
         read, images = list[Message](), list(observation.images)
         for message in messages:
             read.append(_message(message, has_parts))
-            if has_parts:
-                images += [part.data for part in message["content"] if isinstance(part, Image)]
+            if _is_parts(content := message.get("content")):
+                images += [part.data for part in content if isinstance(part, Image)]
         if problem := _problem(read, observation):
             raise self._unusable(base, problem)
         asked = [m.text for m in read if m.role == "user"][-1:]
@@ -120,10 +121,10 @@ class Observer:
 
     def _spelled_out(self, message: ChatMessage) -> ChatMessage:
         """Return a message whose text has no control tokens: a tool may show any text."""
-        content, spell = message["content"], self._processor.chat_template.spelled_out
+        content, spell = message.get("content"), self._processor.chat_template.spelled_out
         if isinstance(content, str):
             return {**message, "content": spell(content)}
-        if not isinstance(content, Sequence):
+        if not _is_parts(content):
             return message
         return {**message, "content": [spell(p) if isinstance(p, str) else p for p in content]}
 
@@ -140,15 +141,15 @@ class Observer:
 
 def _message(message: ChatMessage, has_parts: bool) -> Message:
     keys = {key: value for key, value in message.items() if key not in ("role", "content")}
-    role, content = message["role"], message["content"]
+    role, content = message.get("role", ""), message.get("content")
     if not has_parts or (not isinstance(content, str) and not _is_parts(content)):
-        return Message(role, content, keys)
+        return Message(role, content, keys)  # type: ignore[arg-type]  # `_problem` refuses others
     content = [content] if isinstance(content, str) else content
     text = "".join(part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in content)
     return Message(role, text, keys, parts=tuple(map(_part, content)))
 
 
-def _is_parts(content: object) -> bool:
+def _is_parts(content: Any) -> TypeGuard[Sequence[str | Image]]:
     """Return True for content that is a sequence of texts and images."""
     return (
         isinstance(content, Sequence)

@@ -142,9 +142,10 @@ def step_score(step: Step, name: str, before: float) -> tuple[float, Score]:
         if score is None:
             parts = {str(k): float(v) for k, v in info.get("parts", {}).items()}
             score = Score(reward, bool(info.get("correct", before + reward >= 1)), parts)
-        numbers = [reward, score.reward, *score.parts.values()]
+        counts = map(float, info.get("counts", {}).values())
+        numbers = [reward, score.reward, *score.parts.values(), *counts]
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise CallFailure("value", f"{name}: {error!r}"[:500]) from error
     if not all(map(is_float32, numbers)):
-        raise CallFailure("value", f"{name}: a step's reward or parts are {numbers}")
+        raise CallFailure("value", f"{name}: a step's reward, parts or counts are {numbers}")
     return reward, score

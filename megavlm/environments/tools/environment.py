@@ -48,8 +48,10 @@ class ToolEnvironment:
                 content = await self.call(call)
             except (MalformedCall, ToolError) as error:
                 content, failed = f"error: {error}", failed + 1
-            name = {"name": call.name} if isinstance(call, ToolCall) else {}
-            shown.append({"role": "tool", "content": content, **name})
+            message = {"role": "tool", "content": content}
+            if isinstance(call, ToolCall) and call.name in self._tools:
+                message["name"] = call.name
+            shown.append(message)
         counts = {"tool_calls": len(shown), "tool_errors": failed}
         return Step(Observation(shown), 0.0, False, {"counts": counts})
 

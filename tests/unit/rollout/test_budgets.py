@@ -103,6 +103,22 @@ def test_the_oldest_image_becomes_a_note_and_the_tree_a_branch(
     assert len(tree.segments) > 2 * len(episode.responses), "there are branches"
 
 
+def test_a_replaced_image_does_not_hide_a_long_observation(
+    processor: Processor, manager: RewardManager
+) -> None:
+    words = {"words": 12}
+    free = played(processor, manager, 3, words)
+    lengths = [len(prompt.token_ids) for prompt in free.prompts]
+    answers = [len(response.token_ids) for response in free.responses]
+    longest = lengths[2] - lengths[1] - answers[1]  # it has more words than the first one
+    for most, counts in (
+        (longest, {"images_replaced": 1}),
+        (longest - 1, {"observations_refused": 1}),
+    ):
+        settings: Any = {"max_images": 2, "over_budget": "replace", "max_observation_tokens": most}
+        assert dict(played(processor, manager, 3, words, **settings).counts) == counts
+
+
 def test_images_of_the_row_are_never_replaced(processor: Processor, manager: RewardManager) -> None:
     episode = played(processor, manager, 2, {"show": 2}, max_images=2, over_budget="replace")
     assert len(episode.prompts[1].images) == 1

@@ -32,6 +32,10 @@ FAULTY = "user_environments:Faulty"
         ("nan", "value"),
         ("parts", "exception"),
         ("image", "value"),
+        ("counts", "exception"),
+        ("endless counts", "value"),
+        ("no content", "exception"),
+        ("mixed", "exception"),
     ],
 )
 def test_a_step_that_fails_is_scored_by_policy(
@@ -64,6 +68,7 @@ def test_a_number_that_training_cannot_hold_is_a_failure_of_its_step(step: Step)
     [
         ("no observation", "has no observation"),
         ("role", "the role 'robot'"),
+        ("no role", "the role ''"),
         ("part", "the content "),
         ("surrogate", "surrogates"),
         ("placeholder", "2 <image> for 1 images"),

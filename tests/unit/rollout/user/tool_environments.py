@@ -27,7 +27,7 @@ class Looking(ToolEnvironment):
 
 
 class Showing:
-    """Shows one image a turn, or as many as `show` says, each of its own size."""
+    """Shows `show` images a turn, and words, more of them after each image."""
 
     def __init__(self, context: Context, show: int = 1, words: int = 0) -> None:
         self.show, self.words, self.shown = show, words, 0
@@ -36,7 +36,7 @@ class Showing:
         return Observation(row.messages, row.images)
 
     async def step(self, text: str) -> Step:
-        parts: list[Any] = [f"turn {self.shown}" + " more" * self.words]
+        parts: list[Any] = [f"turn {self.shown}" + " more" * self.words * (self.shown + 1)]
         for _ in range(self.show):
             self.shown += 1
             parts.append(Image.of(Picture.new("RGB", (56, 28), (20 * self.shown, 0, 0))))

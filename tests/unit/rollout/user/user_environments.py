@@ -5,7 +5,7 @@ import os
 import time
 from typing import Any
 
-from megavlm.environments.base import Context, Observation, Step
+from megavlm.environments.base import Context, Image, Observation, Step
 from megavlm.rewards.base import Example
 
 SINK: list[bytearray] = []
@@ -66,6 +66,21 @@ class Faulty:
             case "part":
                 content: Any = [{"type": "text", "text": "?"}]
                 return Step(Observation([{"role": "user", "content": content}]), 0.0, False)
+            case "no role":
+                return Step(Observation([{"content": "?"}]), 0.0, False)
+            case "no content":
+                return Step(Observation([{"role": "user"}]), 0.0, False)
+            case "mixed":
+                content = ["look", Image(self.row.images[0])]
+                messages: Any = [
+                    {"role": "user", "content": content},
+                    {"role": "user", "content": 3},
+                ]
+                return Step(Observation(messages), 0.0, False)
+            case "counts":
+                return Step(None, 0.0, True, {"counts": {"clicks": "many"}})
+            case "endless counts":
+                return Step(None, 0.0, True, {"counts": {"clicks": float("nan")}})
             case "role":
                 return Step(Observation([{"role": "robot", "content": "x"}]), 0.0, False)
             case "surrogate":
