@@ -39,7 +39,8 @@ class DemoData:
 
     def texts(self) -> Iterator[str]:
         for row in self.rows():
-            yield row.problem.replace("<image>", "")
+            for text in [message.text for message in row.messages] or [row.problem]:
+                yield text.replace("<image>", "")
             yield row.answer
 
 

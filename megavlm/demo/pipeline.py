@@ -89,6 +89,7 @@ def run_demo(options: DemoOptions) -> None:
     """Run the demo and write everything to its run directory. Raises SystemExit if a run failed."""
     options.check()
     run_dir, data, family = options.run_dir, options.data, options.family
+    shown = load(options.recipe, list(options.overrides)).data
     _clear(run_dir)
     stage = _Stages()
     with stage("data", "draw images with questions" if data is None else f"read {data}"):
@@ -127,6 +128,9 @@ def run_demo(options: DemoOptions) -> None:
         f"model.checkpoint={imported}",
         f"data.train_files=[{sets.warm_start}]",
         "run.summary=false",
+        # It sees images as the recipe of the RL phase shows them.
+        f"data.max_pixels={_yaml(shown.max_pixels)}",
+        f"data.max_prompt_tokens={shown.max_prompt_tokens}",
     ]
     warm_steps = options.warm_steps
     with stage("warm start", "supervised warm start, from which the model learns to see"):
@@ -238,5 +242,5 @@ class _Stages:
         self.seconds[name] = time.perf_counter() - start
 
 
-def _yaml(value: str | None) -> str:
-    return "null" if value is None else value
+def _yaml(value: str | int | None) -> str:
+    return "null" if value is None else str(value)

@@ -6,15 +6,16 @@ Three files are written, in the format of hiyouga/geometry3k with a category:
 train.parquet, test.parquet: questions with their true answers, from disjoint random streams.
 warm_start.parquet: the first training data of a random model, on the training images. True captions
     teach the tower to see. Questions with random valid answers teach only the form of an answer;
-    RL then has to teach the meaning of the questions.
+    RL then has to teach the meaning of the questions. Pictures to zoom into have lessons of their
+    own (weave.py).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,24 +23,16 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from megavlm.data.chat import IMAGE_PLACEHOLDER
+from megavlm.demo.drawing import COLOURS, DrawnExample, pick
+from megavlm.demo.weave import draw_weave
 from megavlm.tasks.geospot.demo import PLACES
 
 SIZE = 56
 GRID = 2
-COLOURS = {
-    "red": (220, 20, 20),
-    "green": (20, 180, 40),
-    "blue": (30, 60, 230),
-    "yellow": (235, 215, 20),
-    "black": (10, 10, 10),
-    "purple": (150, 30, 180),
-}
 SHAPE_KINDS = ("circle", "square", "triangle")
 MAX_SHAPES = GRID * GRID
 # Numbers of shapes of the two colours in a comparison. They are never equal.
 UNEQUAL = ((1, 0), (1, 2), (1, 3), (0, 1), (2, 1), (3, 1), (0, 2), (2, 0))
-
-T = TypeVar("T")
 
 ROW_SCHEMA = pa.schema(
     [
@@ -50,20 +43,7 @@ ROW_SCHEMA = pa.schema(
     ]
 )
 
-
-@dataclass(frozen=True)
-class DrawnExample:
-    """A question about an image. `candidates`: all or some of the answers that its form allows.
-    `columns`: further columns of its row.
-    """
-
-    png: bytes
-    question: str
-    answer: str
-    candidates: tuple[str, ...]
-    caption: str
-    task: str
-    columns: Mapping[str, Any] = field(default_factory=dict)
+_CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
 
 def write_dataset(
@@ -91,9 +71,11 @@ def write_dataset(
     captions = [
         _row(replace(e, question="Describe the image.", answer=e.caption, task="caption"))
         for e in train
+        if not e.lessons
     ]
-    questions = [_row(replace(e, answer=_pick(rng, e.candidates))) for e in train]
-    _write(folder / "warm_start.parquet", captions + questions)
+    questions = [_row(replace(e, answer=pick(rng, e.candidates))) for e in train if not e.lessons]
+    lessons = [dict(lesson) for e in train for lesson in e.lessons]
+    _write(folder / "warm_start.parquet", [*captions, *questions, *lessons])
 
 
 def examples(rng: np.random.Generator, count: int, tasks: Sequence[str]) -> list[DrawnExample]:
@@ -102,8 +84,8 @@ def examples(rng: np.random.Generator, count: int, tasks: Sequence[str]) -> list
 
 
 def _colour(rng: np.random.Generator) -> DrawnExample:
-    colour = _pick(rng, list(COLOURS))
-    question = _pick(
+    colour = pick(rng, list(COLOURS))
+    question = pick(
         rng,
         ["What color is the shape?", "What is the color of the shape?", "Which color is shown?"],
     )
@@ -112,8 +94,8 @@ def _colour(rng: np.random.Generator) -> DrawnExample:
 
 def _count(rng: np.random.Generator) -> DrawnExample:
     number = int(rng.integers(1, MAX_SHAPES + 1))
-    colour = _pick(rng, list(COLOURS))
-    question = _pick(
+    colour = pick(rng, list(COLOURS))
+    question = pick(
         rng,
         ["How many shapes are there?", "How many shapes are in the image?", "Count the shapes."],
     )
@@ -123,8 +105,8 @@ def _count(rng: np.random.Generator) -> DrawnExample:
 
 def _compare(rng: np.random.Generator) -> DrawnExample:
     first, second = (list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[:2])
-    num_first, num_second = _pick(rng, UNEQUAL)
-    question = _pick(
+    num_first, num_second = pick(rng, UNEQUAL)
+    question = pick(
         rng,
         [
             f"Are there more {first} or more {second} shapes?",
@@ -137,11 +119,11 @@ def _compare(rng: np.random.Generator) -> DrawnExample:
 
 
 def _kind(rng: np.random.Generator) -> DrawnExample:
-    kind = _pick(rng, SHAPE_KINDS)
-    question = _pick(
+    kind = pick(rng, SHAPE_KINDS)
+    question = pick(
         rng, ["What shape is shown?", "What shape is in the image?", "Which shape is this?"]
     )
-    colour = _pick(rng, list(COLOURS))
+    colour = pick(rng, list(COLOURS))
     return _example(rng, [colour], question, kind, SHAPE_KINDS, "kind", kinds=[kind])
 
 
@@ -150,7 +132,7 @@ def _length(rng: np.random.Generator) -> DrawnExample:
     names = list(COLOURS)
     first, second = (names[i] for i in rng.permutation(len(names))[:2])
     long, short = (first, second) if rng.random() < 0.5 else (second, first)
-    question = _pick(
+    question = pick(
         rng,
         [
             f"Which bar is longer, {first} or {second}?",
@@ -170,8 +152,8 @@ def _length(rng: np.random.Generator) -> DrawnExample:
 
 def _describe(rng: np.random.Generator) -> DrawnExample:
     """Draw an image of another task; the answer is its caption."""
-    shown, *others = [TASKS[_pick(rng, ("count", "compare"))](rng) for _ in range(4)]
-    question = _pick(rng, ["What do you see?", "What is in the image?", "What does it show?"])
+    shown, *others = [TASKS[pick(rng, ("count", "compare"))](rng) for _ in range(4)]
+    question = pick(rng, ["What do you see?", "What is in the image?", "What does it show?"])
     captions = tuple(other.caption for other in others)
     return replace(
         shown, question=question, answer=shown.caption, candidates=captions, task="describe"
@@ -179,8 +161,8 @@ def _describe(rng: np.random.Generator) -> DrawnExample:
 
 
 def _place(rng: np.random.Generator) -> DrawnExample:
-    colour = _pick(rng, list(COLOURS))
-    question = _pick(
+    colour = pick(rng, list(COLOURS))
+    question = pick(
         rng, ["Where is this?", "Where was this taken?", "Which place does the image show?"]
     )
     candidates = tuple(place.text for place in PLACES.values())
@@ -199,6 +181,7 @@ TASKS: dict[str, Callable[[np.random.Generator], DrawnExample]] = {
     "length": _length,
     "describe": _describe,
     "place": _place,
+    "weave": draw_weave,
 }
 # Tasks that a model of the demo's size can learn together in 40 steps. If kinds or lengths are
 # added, counting gets worse, and the added tasks stay near chance.
@@ -216,7 +199,7 @@ def _example(
 ) -> DrawnExample:
     """Draw one shape for each colour, of the given or random `kinds`, with its caption."""
     if kinds is None:
-        kinds = [_pick(rng, SHAPE_KINDS) for _ in colours]
+        kinds = [pick(rng, SHAPE_KINDS) for _ in colours]
     image, pen = _canvas(rng)
     cell = SIZE / GRID
     places = rng.permutation(GRID * GRID)
@@ -262,10 +245,6 @@ def _draw(
         pen.polygon(corners, fill=colour)
 
 
-def _pick(rng: np.random.Generator, items: Sequence[T]) -> T:
-    return items[int(rng.integers(len(items)))]
-
-
 def _row(example: DrawnExample) -> dict[str, Any]:
     return {
         "images": [{"bytes": example.png, "path": None}],
@@ -281,4 +260,12 @@ def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     names = sorted(set().union(*records) - set(ROW_SCHEMA.names))
     further = pa.Table.from_pylist([{name: row.get(name) for name in names} for row in records])
     schema = pa.schema([*ROW_SCHEMA, *further.schema])
+    if any(not isinstance(record["problem"], str) for record in records):
+        # A column holds either texts or chats.
+        records = [record | {"problem": _chat(record["problem"])} for record in records]
+        schema = schema.set(schema.get_field_index("problem"), pa.field("problem", _CHAT))
     pq.write_table(pa.Table.from_pylist(records, schema=schema), path)
+
+
+def _chat(problem: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": problem}] if isinstance(problem, str) else problem

@@ -55,12 +55,21 @@ OWN: dict[str, dict[str, Any]] = {
         "environment": {
             "max_turns": 2,
             "max_observation_tokens": 48,
-            "options": {"instruction": ""},
+            "options": {"show_tools": False},
         }
     },
     "vqa": {},
     "caption": {"reward": {"options": {"reference_key": "answer"}}, "task": "describe"},
     "geospot": {"data": {"extra_keys": ["country", "city", "lat", "lon"]}, "task": "place"},
+    "zoom": {
+        "data": {"max_pixels": 4096},
+        "environment": {
+            "max_turns": 2,
+            "max_observation_tokens": 64,
+            "options": {"show_tools": False, "min_tokens": 4},
+        },
+        "task": "weave",
+    },
 }
 
 

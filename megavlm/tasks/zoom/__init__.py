@@ -9,4 +9,5 @@ TASK = Task(
     environment="megavlm.tasks.zoom.environment:Zoom",
     check_options="megavlm.tasks.vqa.reward:check_options",
     check_row="megavlm.rewards.base:check_answer",
+    demo=("weave",),
 )
