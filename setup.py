@@ -67,6 +67,18 @@ setup(
         "video": [
             "av>=18",
         ],
+        # Environments and tools of other libraries (environment.name, environment.tools). OpenEnv's
+        # servers are reached by websockets; verifiers 0.4 has no classic interface.
+        "gymnasium": [
+            "gymnasium>=1.0,<2",
+        ],
+        "mcp": [
+            "mcp>=2.0,<3",
+        ],
+        "openenv": [
+            "websockets>=15",
+        ],
+        "verifiers": ["verifiers>=0.2,<0.4"],
         "sglang": ["sglang>=0.5.17,<=0.5.23"],
         "dev": [
             "hypothesis>=6.100",

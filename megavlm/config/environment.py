@@ -11,15 +11,17 @@ class EnvironmentConfig(Section):
     """The environment of every episode, either built in or a class of the user's own."""
 
     name: str = "single_turn"
-    """Environment: single_turn, tools, gateway, a built-in task or one of its variants, a class of
-    your own as package.module:Class, or a task of your own by its package."""
+    """Environment: single_turn, tools, gateway, an adapter to another library (gymnasium, openenv,
+    verifiers), a built-in task or one of its variants, a class of your own as package.module:Class,
+    or a task of your own by its package."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
 
     tools: tuple[str, ...] = ()
     """Tools that the policy may call, for environment.name=tools or a ToolEnvironment of your own:
-    functions as package.module:name."""
+    functions as package.module:name, and MCP servers as a URL (streamable HTTP) or a command line
+    (stdio)."""
 
     max_turns: int = bounded(1, least=1)
     """Maximum number of responses in an episode."""
@@ -59,7 +61,7 @@ class EnvironmentConfig(Section):
         if self.name == "tools" and not self.tools:
             raise ValueError(
                 "environment.name=tools has no environment.tools: name your functions there, as "
-                "[package.module:name]"
+                "[package.module:name], or MCP servers"
             )
         if self.name == "gateway" and self.max_tokens is None:
             raise ValueError(

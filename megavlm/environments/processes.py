@@ -96,6 +96,7 @@ class EnvironmentPool:
                 "name": settings.name,
                 "options": settings.options,
                 "tools": settings.tools,
+                "max_turns": settings.max_turns,
             }
             process = SessionProcess(setup, memory_mb=settings.memory_mb, timeout=settings.timeout)
             self._processes.append(process)

@@ -1,5 +1,5 @@
-"""Names of environments in a recipe: single_turn, tools, gateway, a task or one of its variants, or
-package.module:Class.
+"""Names of environments in a recipe: single_turn, tools, gateway, an adapter to another library, a
+task or one of its variants, or package.module:Class.
 """
 
 import inspect
@@ -14,6 +14,12 @@ from megavlm.task import SINGLE_TURN, built_in_tasks, find_task
 
 _AGENT = "megavlm.environments.agent:Agent"
 _TOOLS = "megavlm.environments.tools.environment:ToolEnvironment"
+# Adapters to other libraries. Each is an extra of setup.py by the same name.
+_ADAPTERS = {
+    "gymnasium": "megavlm.environments.adapters.gymnasium:Gymnasium",
+    "openenv": "megavlm.environments.adapters.openenv:OpenEnv",
+    "verifiers": "megavlm.environments.adapters.verifiers:Verifiers",
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class NamedEnvironment:
     @property
     def reward(self) -> str:
         """The name of its reward where the recipe names none."""
-        return self.task or "exact_match"
+        return "zero" if self.is_adapter else self.task or "exact_match"
 
     @property
     def starts_from_row(self) -> bool:
@@ -36,11 +42,17 @@ class NamedEnvironment:
         return self.path == SINGLE_TURN
 
     @property
+    def is_adapter(self) -> bool:
+        """True if it is an adapter to another library, which gives its own rewards."""
+        return self.path in _ADAPTERS.values()
+
+    @property
     def is_built_in(self) -> bool:
-        return self.path.startswith("megavlm.")
+        return self.path.startswith("megavlm.") and not self.is_adapter
 
 
 def built_in_environments() -> dict[str, NamedEnvironment]:
+    """Return the environments that need no further package, by name."""
     found = {
         "single_turn": NamedEnvironment(SINGLE_TURN),
         "tools": NamedEnvironment(_TOOLS),
@@ -58,12 +70,13 @@ def find_environment(name: str) -> NamedEnvironment:
     """
     if IMPORT_PATH.fullmatch(name):
         return NamedEnvironment(name)
-    built_in = built_in_environments()
-    if name in built_in:
-        return built_in[name]
+    known = {adapter: NamedEnvironment(path) for adapter, path in _ADAPTERS.items()}
+    known |= built_in_environments()
+    if name in known:
+        return known[name]
     if (task := find_task(name)) is None:
         raise ValueError(
-            f"environment.name={name!r} is unknown: choose one of {', '.join(built_in)}, a class "
+            f"environment.name={name!r} is unknown: choose one of {', '.join(known)}, a class "
             "as package.module:Class, or the package of a task"
         )
     return NamedEnvironment(task.environment, name)
@@ -78,7 +91,10 @@ def load_environment(
     try:
         found = import_object(find_environment(name).path)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"environment.name={name}: it cannot be imported ({error})") from error
+        advice = f": pip install 'megavlm[{name}]'" if name in _ADAPTERS else ""
+        raise ValueError(
+            f"environment.name={name}: it cannot be imported ({error}){advice}"
+        ) from error
     if not inspect.isclass(found) or not all(
         inspect.iscoroutinefunction(getattr(found, method, None)) for method in ("reset", "step")
     ):

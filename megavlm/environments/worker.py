@@ -10,15 +10,14 @@ import asyncio
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from megavlm.environments import registry, wire
 from megavlm.environments.base import ChatFormat, Context, Environment
-from megavlm.environments.tools.load import load_tools
-from megavlm.environments.tools.tool import Tool
+from megavlm.environments.tools.load import OpenTools, Toolbox, load_tools
 from megavlm.limited.limits import has_children, limit
 from megavlm.limited.wire import frame, receive
 from megavlm.process import allow_open_files
@@ -35,8 +34,8 @@ def main() -> None:
     threading.stack_size(STACK_BYTES)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     options = setup["options"]
-    # The import of the user's module may raise anything. An error ends the process, which reports
-    # the reason.
+    # The user's module and class may raise anything. An error ends the process, which reports the
+    # reason.
     sys.excepthook = lambda kind, error, _: control.sendall(
         frame({"id": setup["id"], "error": str(error)})
     )
@@ -44,9 +43,28 @@ def main() -> None:
     if check := getattr(cls, "check_options", None):  # of a built-in class, on what a user named
         check(**options)
     tools = load_tools(setup["tools"])
+    check(cls, setup["max_turns"], options)
     sys.excepthook = sys.__excepthook__
     control.sendall(frame({"id": setup["id"]}))
     Worker(control, cls, options, tools).serve()
+
+
+def check(cls: type[Environment], max_turns: int, options: Mapping[str, Any]) -> None:
+    """Call the check of a class, if it has one, on an instance that plays no episode."""
+    if hasattr(cls, "check"):
+        environment: Any = registry.make(cls, Context(_unscored, max_turns), options)
+        asyncio.run(_check(environment))
+
+
+async def _check(environment: Any) -> None:
+    try:
+        await environment.check()
+    finally:
+        await registry.close(environment)
+
+
+async def _unscored(text: str, row: Example) -> Score:
+    raise ValueError("there is no response to score before an episode")
 
 
 @dataclass(eq=False)
@@ -56,7 +74,7 @@ class Worker:
     control: socket.socket
     cls: type[Environment]
     options: Mapping[str, Any]
-    tools: Sequence[Tool]
+    tools: Toolbox
     sessions: dict[int, "Session"] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     sending: threading.Lock = field(default_factory=threading.Lock)
@@ -105,6 +123,7 @@ class Session:
         self._loop = self._runner.get_loop()
         self._environment: Environment | None = None
         self._context: Context | None = None
+        self._tools: OpenTools | None = None
         self._call: asyncio.Task[None] | None = None
         self._request: int | None = None  # id of the call that runs
         self._close_request: int | None = None
@@ -175,11 +194,12 @@ class Session:
             self._context.shown_sizes.update(wire.unpack_sizes(message["shown_sizes"]))
             return wire.pack_step(await self._environment.step(message["step"]))
         values = message["reset"]
+        self._tools = self._worker.tools.open()
         self._context = Context(
             self._score,
             values["max_turns"],
             ChatFormat(**values["chat"]),
-            self._worker.tools,
+            self._tools.tools,
             values["tool_timeout"],
             values["max_observation_tokens"],
         )
@@ -193,8 +213,12 @@ class Session:
         self._request = None
 
     async def _close(self) -> None:
-        if self._environment is not None:
-            await registry.close(self._environment)
+        try:
+            if self._environment is not None:
+                await registry.close(self._environment)
+        finally:
+            if self._tools is not None:
+                await self._tools.close()
 
     async def _score(self, text: str, row: Example) -> Score:
         number = next(self._asks)

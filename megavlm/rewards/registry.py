@@ -13,11 +13,13 @@ from megavlm.task import BUILT_IN_TASKS, Task, find_task, import_part
 
 RewardFunction = Callable[..., Any]  # signature: see base.py
 
-# Rewards that belong to no task. They compare with the row's answer.
+# Rewards that belong to no task.
 BUILT_IN_REWARDS = {
     "boxed": "megavlm.rewards.boxed:of_row",
     "exact_match": "megavlm.rewards.exact_match:of_row",
+    "zero": "megavlm.rewards.zero:of_row",
 }
+_WITHOUT_ANSWER = {"zero"}
 REWARD_MODEL = "reward_model"
 
 
@@ -85,7 +87,7 @@ def check_reward_row(name: str, row: Mapping[str, Any], options: Mapping[str, An
     ValueError if not. Other rewards are not checked.
     """
     task = reward_task(name)
-    if name in BUILT_IN_REWARDS:
+    if name in BUILT_IN_REWARDS.keys() - _WITHOUT_ANSWER:
         check_answer(row)
     elif task is not None and task.check_row is not None:
         import_part(task.check_row)(row, **options)

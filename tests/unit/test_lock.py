@@ -27,8 +27,16 @@ ABSENT = {
         smg-grpc-servicer tml-renderers""",
 }
 # Of the lock, what nothing else there requires: the router of servers, packages that tests compare
-# with, the documentation and what setup.py is built by.
-TOOLS = {"mkdocs-material", "peft", "setuptools", "sglang", "sglang-router", "trl"}
+# with, the documentation, what setup.py is built by, and what mcp requires as PyJWT[crypto].
+TOOLS = {
+    "cryptography",
+    "mkdocs-material",
+    "peft",
+    "setuptools",
+    "sglang",
+    "sglang-router",
+    "trl",
+}
 # Pinned away from what a package asks: (package, requirement) -> why.
 DIFFERENT = {
     ("sglang", "torch"): "2.14.1 is what its CUDA kernels are built for; none of them is here",

@@ -1,25 +1,71 @@
 """Tools that a recipe names in environment.tools."""
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megavlm.config.import_path import import_object
+from megavlm.config.import_path import IMPORT_PATH, import_object
 from megavlm.environments.tools.tool import Tool
 
+if TYPE_CHECKING:
+    from megavlm.environments.adapters.mcp import MCPServer, MCPSession
 
-def load_tools(named: Sequence[str]) -> list[Tool]:
-    """Import the functions. Raises ValueError for one that cannot be imported or be a tool, and for
-    two of one name.
+
+@dataclass
+class OpenTools:
+    """The tools of one episode, and its sessions with MCP servers."""
+
+    tools: list[Tool]
+    sessions: "list[MCPSession]"
+
+    async def close(self) -> None:
+        await asyncio.gather(*(session.close() for session in self.sessions))
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """The tools of a recipe: functions, and MCP servers, which hold a session for each episode."""
+
+    functions: Sequence[Tool]
+    servers: "Sequence[MCPServer]"
+
+    def open(self) -> OpenTools:
+        """Return the tools for an episode."""
+        sessions = [server.open() for server in self.servers]
+        tools = [tool for session in sessions for tool in session.tools]
+        return OpenTools([*self.functions, *tools], sessions)
+
+
+def load_tools(named: Sequence[str]) -> Toolbox:
+    """Import the functions, and list the tools of MCP servers. Raises ValueError for a function
+    that cannot be imported or be a tool, a server that does not start, and two tools of one name.
     """
-    tools: dict[str, Tool] = {}
-    for path in named:
-        try:
-            function = import_object(path)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"environment.tools: {path} cannot be imported ({error})") from error
-        if not callable(function):
-            raise ValueError(f"environment.tools: {path} is not a function")
-        tool = Tool.of(function)
-        if tool.name in tools:
-            raise ValueError(f"environment.tools has two tools named {tool.name}: rename one")
-        tools[tool.name] = tool
-    return list(tools.values())
+    functions = [_function(name) for name in named if IMPORT_PATH.fullmatch(name)]
+    servers = [_server(name) for name in named if not IMPORT_PATH.fullmatch(name)]
+    names = [tool.name for tool in functions] + [s["name"] for one in servers for s in one.schemas]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"environment.tools has two tools named {name}: rename one")
+    return Toolbox(functions, servers)
+
+
+def _function(path: str) -> Tool:
+    try:
+        function = import_object(path)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"environment.tools: {path} cannot be imported ({error})") from error
+    if not callable(function):
+        raise ValueError(f"environment.tools: {path} is not a function")
+    return Tool.of(function)
+
+
+def _server(address: str) -> "MCPServer":
+    try:
+        from megavlm.environments.adapters.mcp import MCPServer
+    except ImportError as error:
+        raise ValueError(
+            f"environment.tools: {address!r} is not a function as package.module:name, and an MCP "
+            f"server needs a package that is missing ({error}): pip install 'megavlm[mcp]'"
+        ) from error
+    return MCPServer(address)

@@ -56,7 +56,7 @@ class Tool:
         except PydanticUserError as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"the tool {name} has a type without a schema: {reason}") from error
-        schema = {"name": name, "description": description, "parameters": _untitled(parameters)}
+        schema = {"name": name, "description": description, "parameters": untitled(parameters)}
         return cls(schema, checked)
 
     async def call(self, arguments: Mapping[str, Any], seconds: float) -> Content:
@@ -134,12 +134,12 @@ def _problems(error: ValidationError) -> str:
     return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found)
 
 
-def _untitled(schema: Any) -> Any:
+def untitled(schema: Any) -> Any:
     """Return a JSON schema without titles, which repeat the names of arguments."""
     if isinstance(schema, Mapping):
         return {
-            key: _untitled(value)
+            key: untitled(value)
             for key, value in schema.items()
             if key != "title" or not isinstance(value, str)
         }
-    return [_untitled(item) for item in schema] if isinstance(schema, list) else schema
+    return [untitled(item) for item in schema] if isinstance(schema, list) else schema

@@ -2,7 +2,7 @@
 
 Python imports `sitecustomize` in every process whose PYTHONPATH contains this directory: the server
 and the workers that it starts. Stock SGLang needs the first four changes to run on a CPU; the other
-six save time:
+seven save time:
 
 1. torchvision must be importable with a CPU build of torch: its two missing operators are defined
    right before the first `import torchvision`, never earlier, so that a process that does not use
@@ -21,6 +21,8 @@ six save time:
    of the vocabulary.
 10. While requests are retracted or paused for a weight update, the scheduler sleeps until a request
    comes, as when it is idle. Otherwise it would take a whole core from that update.
+11. SGLang does not import `mcp`, which takes a second and is only for tools that a server calls
+   itself. It is installed here for tools that episodes call.
 """
 
 import importlib
@@ -157,4 +159,5 @@ pkgutil.iter_modules = _list_served
 _set_start_method = multiprocessing.set_start_method
 multiprocessing.set_start_method = _fork_workers
 _load_torchvision_ops().install_hook()
+sys.modules["mcp"] = None  # type: ignore[assignment] # an import of it fails, which SGLang expects
 sys.meta_path[:0] = [PinnedMemoryHook(), ReplacementHook(dict(REPLACEMENTS))]

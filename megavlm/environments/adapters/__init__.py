@@ -1,0 +1,1 @@
+"""Environments and tools of other libraries: gymnasium, OpenEnv, verifiers and MCP servers."""

@@ -1,0 +1,217 @@
+"""Tools of real MCP servers, called by episodes in real processes."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from megavlm.environments.base import Image, Observation
+from megavlm.limited.failure import CallFailure
+from tests.support.timeouts import scaled
+from tests.unit.environments.adapters.played import (
+    ROW,
+    USER,
+    children,
+    ended,
+    gone,
+    opened,
+    parts,
+    pixels,
+    play,
+    pool,
+    serves,
+    user_modules,
+)
+
+COMMAND = f"{sys.executable} {USER / 'mcp_server.py'}"
+FAILURE = "error: fail: Error executing tool fail: no luck"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules() -> Iterator[None]:
+    with user_modules():
+        yield
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serves([*COMMAND.split(), "{port}"]) as found:
+        yield f"{found}/mcp"
+
+
+@pytest.fixture(params=["stdio", "http"])
+def address(request: pytest.FixtureRequest) -> str:
+    return COMMAND if request.param == "stdio" else str(request.getfixturevalue("url"))
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+async def result(session: Any, name: str, **arguments: Any) -> Any:
+    step = await session.step(call(name, **arguments))
+    return parts(step.observation)
+
+
+def test_a_policy_sees_and_calls_the_tools_of_a_server(address: str) -> None:
+    async def steps(session: Any, shown: Observation) -> None:
+        schemas = {tool["function"]["name"]: tool["function"] for tool in shown.tools}
+        assert schemas["add"] == {
+            "name": "add",
+            "description": "Add two numbers.",
+            "parameters": {
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "required": ["a", "b"],
+                "type": "object",
+            },
+        }
+        assert await result(session, "add", a=1, b=2) == "3"
+        several = await session.step(call("add", a=2, b=2) + call("picture", shade=9))
+        assert [message["name"] for message in several.observation.messages] == ["add", "picture"]
+        before, image, after = parts(several.observation)
+        assert (before, after) == ("before", "after") and isinstance(image, Image)
+        (picture,) = pixels(several.observation)
+        assert picture.shape == (30, 40, 3) and picture[0, 0].tolist() == [9, 0, 0]
+        last = await session.step("The answer is 3.")
+        assert last.done and last.reward == 0
+
+    play("tools", steps, tools=(address,))
+
+
+def test_arguments_in_tags_have_the_types_of_the_schema(url: str) -> None:
+    async def steps(session: Any, shown: Observation) -> Any:
+        values = "<parameter=a>\n1\n</parameter>\n<parameter=b>\n5\n</parameter>"
+        step = await session.step(
+            f"<tool_call>\n<function=add>\n{values}\n</function>\n</tool_call>"
+        )
+        return parts(step.observation)
+
+    assert play("tools", steps, chat="xml", tools=(url,)) == "6"
+
+
+def test_what_goes_wrong_in_a_tool_is_an_observation(address: str) -> None:
+    async def steps(session: Any, shown: Observation) -> None:
+        assert await result(session, "fail", reason="no luck") == FAILURE
+        assert "error: add: " in await result(session, "add", a="one", b=2)
+        assert "there is no tool jump" in await result(session, "jump")
+        assert await result(session, "add", a=1, b=1) == "2", "the session goes on"
+
+    play("tools", steps, tools=(address,))
+
+
+def test_a_slow_tool_is_given_up_and_the_session_goes_on(address: str) -> None:
+    async def work() -> None:
+        async with pool("tools", tools=(address,)) as made:
+            session = await opened(made, tool_timeout=scaled(5))
+            await session.reset(ROW, 0)
+            assert await result(session, "add", a=1, b=1) == "2"
+            assert await result(session, "slow", seconds=600) == (
+                f"error: slow: no result in {scaled(5):g} s"
+            )
+            assert await result(session, "add", a=1, b=1) == "2"
+
+    asyncio.run(work())
+
+
+def test_each_episode_has_a_session_of_its_own(address: str) -> None:
+    async def work() -> None:
+        async with pool("tools", tools=(address,)) as made:
+            sessions = [await opened(made, tool_timeout=scaled(60)) for _ in range(6)]
+            await asyncio.gather(*(session.reset(ROW, 0) for session in sessions))
+            assert children(made) == [], "a server starts with the first call"
+            first = await asyncio.gather(*(result(session, "place") for session in sessions))
+            second = await asyncio.gather(*(result(session, "place") for session in sessions))
+            assert [text.split()[1] for text in first] == ["1"] * 6
+            assert [text.split()[1] for text in second] == ["2"] * 6
+            places = {text.split()[0] for text in first}
+            assert len(places) == (1 if address.startswith("http") else 6)
+            started = children(made)
+            for session in sessions:
+                session.close()
+            await ended(made)
+            await gone(started)
+            assert made._processes[0].takes_sessions, "no process was left behind"
+
+    asyncio.run(work())
+
+
+def test_a_server_that_ends_is_an_observation_for_its_episode_alone() -> None:
+    async def work() -> None:
+        async with pool("tools", tools=(COMMAND,)) as made:
+            session, other = [await opened(made) for _ in range(2)]
+            for one in (session, other):
+                await one.reset(ROW, 0)
+                assert await result(one, "add", a=1, b=1) == "2"
+            for _ in range(2):
+                assert (await result(session, "end")).startswith("error: end: ")
+            assert await result(other, "add", a=1, b=1) == "2"
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        ("close", ""),
+        ("stop", ""),
+        ("give up", ""),
+        ("kill", "stubborn"),
+        pytest.param("close", "stubborn", marks=pytest.mark.slow),
+        pytest.param("stop", "stubborn", marks=pytest.mark.slow),
+        pytest.param("give up", "stubborn", marks=pytest.mark.slow),
+    ],
+)
+def test_no_server_outlives_its_episode(way: str, kind: str) -> None:
+    async def work() -> None:
+        async with pool("tools", tools=(f"{COMMAND} {kind}",)) as made:
+            session = await opened(made)
+            await session.reset(ROW, 0)
+            process = int((await result(session, "place")).split()[0])
+            found = [psutil.Process(process)]
+            if not kind and way != "kill":
+                found.append(psutil.Process(int(await result(session, "child"))))
+            if way == "stop":
+                await made.close()
+            elif way == "kill":
+                os.kill(made._processes[0]._process.pid, signal.SIGKILL)
+                with pytest.raises(CallFailure):
+                    await session.step(call("place"))
+            elif way == "give up":
+                step = asyncio.create_task(session.step(call("slow", seconds=600)))
+                await asyncio.sleep(0.5)
+                step.cancel()
+                session.close()
+            else:
+                session.close()
+            await gone(found)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("tools", "problem"),
+    [
+        (
+            ["no-such-command --fast"],
+            "nor the command of an MCP server: there is no command no-such",
+        ),
+        ([f"{sys.executable} -c 1/0"], "does not start .*; it printed: ZeroDivisionError"),
+        (["http://127.0.0.1:1/mcp"], "the MCP server 'http://127.0.0.1:1/mcp' does not start"),
+        ([COMMAND, COMMAND], "environment.tools has two tools named add"),
+    ],
+)
+def test_a_server_that_does_not_start_ends_a_run_before_it_starts(
+    tools: list[str], problem: str
+) -> None:
+    async def start() -> None:
+        async with pool("tools", tools=tuple(tools)):
+            pass
+
+    with pytest.raises(ValueError, match=problem):
+        asyncio.run(start())
