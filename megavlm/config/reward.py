@@ -29,10 +29,10 @@ class Reward(Section):
     """The reward of a response or, with `parts`, a weighted sum of several."""
 
     name: str | None = None
-    """Reward: boxed, exact_match, zero (0 for every response), a task, reward_model for a model behind
-    an OpenAI-compatible endpoint, a function of your own as package.module:function, or the URL of a
-    service. Null uses the reward of the environment's task, zero for an adapter to another library,
-    and else exact_match."""
+    """Reward: boxed, exact_match, zero (0 for every response), a task, reward_model for a model
+    behind an OpenAI-compatible endpoint, a function of your own as package.module:function, or the
+    URL of a service. Null uses the reward of the environment's task, zero for an adapter to another
+    library, and else exact_match."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the reward."""

@@ -53,10 +53,9 @@ class Agent:
         self._context, self._agent, self._command = context, agent, command
         self._resources = ExitStack()
 
-    @classmethod
-    def check_options(cls, agent: str | None = None, command: Any = None, host: Any = "") -> None:
+    async def check(self) -> None:
         """Raise ValueError for options that name no agent."""
-        where = "environment.options"
+        where, agent, command = "environment.options", self._agent, self._command
         if (agent is None) == (command is None):
             raise ValueError(
                 f"{where}: environment.name=gateway needs either {where}.agent, a function as "

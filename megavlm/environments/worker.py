@@ -40,8 +40,6 @@ def main() -> None:
         frame({"id": setup["id"], "error": str(error)})
     )
     cls = registry.load_environment(setup["name"], options, setup["tools"])
-    if check := getattr(cls, "check_options", None):  # of a built-in class, on what a user named
-        check(**options)
     tools = load_tools(setup["tools"])
     check(cls, setup["max_turns"], options)
     sys.excepthook = sys.__excepthook__

@@ -117,7 +117,7 @@ def environment_of(recipe: str | None = None, name: str = "") -> Environment:
         config: Config = load(Path(recipe), ["model.folder=x", "run.dir=x"])
         settings = config.environment
     cls = registry.load_environment(settings.name, settings.options, settings.tools)
-    context = Context(nothing, settings.max_turns, tools=load_tools(settings.tools))
+    context = Context(nothing, settings.max_turns, tools=load_tools(settings.tools).functions)
     return registry.make(cls, context, settings.options)
 
 
@@ -143,6 +143,18 @@ def test_the_guide_s_environment_is_played() -> None:
         turns += 1
     assert step.reward == 1.0 and 0 < turns < 6
     assert asyncio.run(environment.step("?")).observation is not None
+
+
+@pytest.mark.parametrize("name", ["gymnasium", "tools", "openenv", "verifiers"])
+def test_the_guide_s_adapters_have_the_options_that_it_shows(name: str) -> None:
+    guide = (ROOT / "docs/guides/agents.md").read_text(encoding="utf-8")
+    adapters = guide.partition("## Adapters")[2].partition("## Budget")[0]
+    blocks = [text for kind, _, text in FENCE.findall(adapters) if kind == "yaml"]
+    (block,) = [text for text in blocks if f"name: {name}\n" in text]
+    Path("adapter.yaml").write_text(block, encoding="utf-8")
+    settings = load(Path("adapter.yaml"), ["model.folder=x", "run.dir=x"]).environment
+    if name != "verifiers":  # it is not in the lock file
+        assert registry.load_environment(settings.name, settings.options, settings.tools)
 
 
 def test_the_guide_s_tools_are_called() -> None:
@@ -171,7 +183,7 @@ def test_the_guide_s_shop_has_state() -> None:
 
 def test_the_guide_s_agent_is_an_agent() -> None:
     config = load(Path("my_agent.yaml"), ["model.folder=x", "run.dir=x"])
-    Agent.check_options(**config.environment.options)
+    asyncio.run(Agent(Context(nothing, 1), **config.environment.options).check())
     environment_of("my_agent.yaml")
     assert import_object(config.environment.options["agent"]).__code__.co_varnames[:2] == (
         "base_url",

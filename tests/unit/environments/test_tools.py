@@ -207,7 +207,7 @@ def test_a_function_that_cannot_be_a_tool_is_one_sentence(function: Any, problem
 
 def test_tools_are_imported_by_their_paths() -> None:
     here = __name__
-    assert [found.name for found in load_tools([f"{here}:search", f"{here}:slow"])] == [
+    assert [found.name for found in load_tools([f"{here}:search", f"{here}:slow"]).functions] == [
         "search",
         "slow",
     ]
