@@ -6,6 +6,7 @@ branch.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ def group_tree(group: Group, columns: Sequence[TargetColumns]) -> Tree:
     sampled tokens.
 
     A response is a target once, below the prompt that it was sampled for. A prompt shares its
-    longest prefix that is in the tree: with earlier calls of its episode and their responses, and
+    longest prefix that is in the tree: with earlier calls of its episode and their responses, or
     with the prompts of other episodes up to a response. Prompts without a common first token have
     separate roots. Targets are in the order of episodes and calls.
     """
@@ -53,7 +54,7 @@ class _Node:
     """A segment that grows into a tree.
 
     owner: The episode whose response it is or continues; None for a prompt that no response
-    precedes. images: The images that start in it.
+    precedes. images: The images that start in it. users: Episodes whose calls contain it.
     """
 
     token_ids: Tensor  # [S] int64
@@ -64,9 +65,20 @@ class _Node:
     columns: TargetColumns | None = None  # [S], for a response that is trained on
     images: Images = ()
     children: list["_Node"] = field(default_factory=list)
+    users: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.ids = self.token_ids.numpy()
+
+
+class _Match(NamedTuple):
+    node: _Node | None
+    offset: int
+    length: int
+
+
+def _length(match: _Match) -> int:
+    return match.length
 
 
 class CallTree:
@@ -126,6 +138,10 @@ class CallTree:
             ids, positions = prompt.token_ids[known:], prompt.positions[:, known:]
             node = self._append(_Node(ids, positions, node, owner, images=shown))
         assert node is not None, "a prompt has tokens"
+        above: _Node | None = node
+        while above is not None:
+            above.users.add(episode)
+            above = above.parent
         return node
 
     def _append(self, node: _Node) -> _Node:
@@ -138,7 +154,9 @@ class CallTree:
         in the tree, and the length of the prefix. The node is cut there first.
         """
         ids, images = prompt.token_ids.numpy(), _images(prompt)
-        best, best_offset, longest = None, 0, 0
+        # The end of the longest prefix, its place in its node and its length: in responses of the
+        # episode and what follows them, in what its calls use of the rest, and in all of the rest.
+        own = used = other = _Match(None, 0, 0)
         # Nodes to compare, each with the number of tokens before it. Responses may be equal, so
         # that several children can match.
         open_nodes = [(node, 0) for node in reversed(self._roots)]
@@ -147,12 +165,17 @@ class CallTree:
             if node.owner not in (None, episode):
                 continue
             count = _common(node, ids[before:], _between(images, before, before + len(node.ids)))
-            # Of two paths with the same tokens, the episode's own is needed anyway.
-            is_own = best is not None and best.owner is None and node.owner == episode
-            if count and before + count > longest - is_own:
-                best, best_offset, longest = node, count, before + count
+            found = _Match(node, count, before + count)
+            if node.owner == episode:
+                own = max(own, found, key=_length)
+            else:
+                other = max(other, found, key=_length)
+                used = max(used, found, key=_length) if episode in node.users else used
             if count == len(node.ids):
                 open_nodes += [(child, before + count) for child in reversed(node.children)]
+        # A longer prefix of other episodes would be further tokens of this one, whose part of the
+        # tree then had more than its calls alone.
+        best, best_offset, longest = own if own.length > used.length else other
         if best is not None and best_offset < len(best.ids):
             best = self._cut(best, best_offset)
         return best, longest
@@ -166,6 +189,7 @@ class CallTree:
             parent=node,
             columns=None if node.columns is None else node.columns.select(slice(count, None)),
             images=_between(node.images, count, len(node.ids)),
+            users=set(node.users),
         )
         for child in rest.children:
             child.parent = rest

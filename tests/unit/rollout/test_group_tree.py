@@ -174,6 +174,13 @@ def test_an_episode_shares_no_response_of_another() -> None:
     assert len(tree.branches()) == 3
 
 
+def test_a_part_has_no_more_than_the_calls_of_its_episode() -> None:
+    """The prompt of the first episode has the tokens of the second one's response."""
+    second = [call("1", "2"), call("1234", "6")]
+    tree = tree_of([call("123", "5")], second)
+    assert tree.part([1]).num_tokens == num_distinct(second) == 5
+
+
 def test_prompts_that_begin_otherwise_are_roots_of_one_tree() -> None:
     episodes = [[call("12", "3"), call("456", "7")], [call("457", "1"), call("12", "2")]]
     tree = tree_of(*episodes)
@@ -217,10 +224,13 @@ def played_calls(draw: st.DrawFn) -> list[list[Call]]:
 def test_each_call_is_a_path_that_shares_all_that_it_can(episodes: list[list[Call]]) -> None:
     tree = tree_of(*episodes)
     assert_has_calls(tree, *episodes)
-    without_sharing_episodes = sum(map(num_distinct, episodes))
-    assert tree.num_tokens <= without_sharing_episodes
+    alone = [num_distinct(calls) for calls in episodes]
     if len(episodes) == 1:
-        assert tree.num_tokens == without_sharing_episodes
+        assert tree.num_tokens == alone[0]
+        return
+    # A part has no more than its episode alone: what fits a pack alone also fits it in its group.
+    assert [tree.part([i]).num_tokens for i in range(len(episodes))] == alone
+    assert tree.num_tokens <= sum(alone)
 
 
 def num_distinct(calls: list[Call]) -> int:
