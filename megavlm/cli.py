@@ -144,6 +144,12 @@ def plan(
     search: Annotated[
         bool, typer.Option("--search", help="Print the fastest layouts that fit the GPUs.")
     ] = False,
+    cluster: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Print the fastest split of so many GPUs between trainer and servers."
+        ),
+    ] = None,
     sync: Annotated[
         bool,
         typer.Option("--sync", help="Print what each weight sync sends, and between which ranks."),
@@ -159,14 +165,28 @@ def plan(
     """Print what RECIPE will do on a cluster of any size: ranks, batches, memory and a modelled
     step, and what does not fit. Starts nothing.
     """
-    if search + sync + servers > 1:
-        raise ValueError("megavlm plan prints one of --search, --sync and --servers at a time")
+    if search + sync + servers + (cluster is not None) > 1:
+        raise ValueError(
+            "megavlm plan prints one of --search, --cluster, --sync and --servers at a time"
+        )
     from megavlm.config.load import load
     from megavlm.observability.progress import Progress
     from megavlm.parallel import platform
 
+    def changed(*keys: str) -> "Config":
+        return load(recipe, [*(overrides or []), *keys])
+
     platform.install()
-    config = load(recipe, overrides or [])
+    if cluster is not None:
+        from megavlm.run.capacity.cluster import cluster_plan
+
+        with Progress(sys.stderr) as progress:
+            progress.begin("modelling splits")
+            count = partial(progress.count, unit="split")
+            text = cluster_plan(changed, cluster, memory * 1e9, count)
+        typer.echo(text)
+        return
+    config = changed()
     if servers:
         from megavlm.run.capacity.servers import server_plan
 
@@ -179,9 +199,6 @@ def plan(
         return
     from megavlm.run.capacity.overview import run_plan
     from megavlm.run.capacity.search import search_plan
-
-    def changed(*keys: str) -> "Config":
-        return load(recipe, [*(overrides or []), *keys])
 
     if search:
         with Progress(sys.stderr) as progress:

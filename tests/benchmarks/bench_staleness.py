@@ -1,10 +1,9 @@
 """`make bench`: prints a simulation of rollouts while training, `rollout.max_staleness` 0, 1 and 2,
 of a 7B model on 4 + 4 GPUs. Nothing in it is measured on a GPU.
 
-Modelled are the times of run/capacity/time.py: a server's decoding step by what it reads or
-computes at its number of running responses, prefill, the trainer's phases, and the sync, under
-which servers stand still. Not covered: rewards, the transfer of groups, and responses that are
-computed again.
+Modelled are the times of run/capacity: a server's decoding step at its number of running responses,
+each of the mean number of tokens, prefill, the trainer's phases, and the sync, under which servers
+stand still. Not covered: rewards, the transfer of groups, and responses that are computed again.
 """
 
 import random
@@ -71,7 +70,7 @@ class Server:
     def add(self, group: int, lengths: list[int]) -> None:
         self.open[group] = len(lengths)
         self.waiting += [(length, group) for length in lengths]
-        self.prefill += self.model.prefill_seconds()
+        self.prefill += self.model.server.prefill_seconds(self.model.step)
 
     def run(self, end: float, stop: int | None = None) -> None:
         """Generate up to a time, or until all groups below `stop` are complete."""
@@ -82,7 +81,8 @@ class Server:
                 assert stop is None, "a group is waited for that was not started"
                 self.time = end
                 return
-            seconds = self.model.decode_seconds(len(self.left))
+            context = self.model.step.prompt + self.model.step.resident
+            seconds = self.model.server.decode_seconds(len(self.left), context)
             tokens = max(CHUNK, min(left for left, _ in self.left))
             if stop is None:
                 tokens = min(tokens, int((end - self.time) / seconds) + 1)
@@ -110,9 +110,8 @@ def simulate(model: StepModel, lengths: list[int], k: int) -> Result:
     """Train STEPS steps with a single server. A step's worth of prompts is started when a step has
     ended, k more at the beginning; steps train them in their order.
     """
-    step, seconds = model.step, model.seconds()
-    train = sum(v for name, v in seconds.items() if name not in ("rollout", "sync", "total"))
-    server = Server(model, model.max_running)
+    step, train, sync = model.step, sum(model.training().values()), model.seconds()["sync"]
+    server = Server(model, model.server.max_running(step))
     versions: list[int] = []
     waited, counted_from = 0.0, STEPS // 3
     start = now = busy = 0.0
@@ -133,7 +132,7 @@ def simulate(model: StepModel, lengths: list[int], k: int) -> Result:
         waited += max(0.0, server.time - now)
         now = max(now, server.time) + train
         server.run(now)
-        server.time = now = max(now, server.time) + seconds["sync"]  # it stands still
+        server.time = now = max(now, server.time) + sync  # it stands still
         begin(1, number + 1)
     total, count = now - start, STEPS - counted_from
     used = range(counted_from * step.prompts, STEPS * step.prompts)

@@ -9,7 +9,9 @@ from transformers import AutoConfig
 
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
+from megavlm.models.cost import LANGUAGE_SHARE
 from megavlm.run.capacity.memory import GB, GPU, OVERHEAD, RunMemory
+from megavlm.run.capacity.rates import LOW_RATES, LOW_SHARE, PUBLISHED_MFU, Rates
 from megavlm.run.capacity.time import StepModel
 
 COLUMNS = (
@@ -31,7 +33,8 @@ def run_plan(load: Load, world_size: int | None, gpu: float = GPU) -> str:
     memory = RunMemory.of(config, hf_config, num_ranks, gpu)
     lines = [*_ranks(config, num_ranks), *_memory(memory)]
     if isinstance(config.algorithm, PolicyOptimization):
-        lines += ["", *_step(step_model(config, hf_config, num_ranks, memory))]
+        models = [step_model(config, hf_config, num_ranks, memory, x) for x in (None, LOW_RATES)]
+        lines += ["", *_step(*models)]
     problems = [*memory.problems()]
     lines += [f"Does not fit: {sentence}." for sentence in problems]
     if problems:
@@ -58,10 +61,12 @@ def fits(config: Config, world_size: int) -> str:
     return f"{memory.fullest / GB:.0f} of {memory.gpu / GB:.0f} GB on the fullest GPU, modelled"
 
 
-def step_model(config: Config, hf_config: Any, world_size: int, memory: RunMemory) -> StepModel:
+def step_model(
+    config: Config, hf_config: Any, world_size: int, memory: RunMemory, rates: Rates | None = None
+) -> StepModel:
     """Return the model of a step with the recipe's servers."""
     servers = len(config.rollout.urls) or config.rollout.servers
-    return StepModel(config, hf_config, world_size, servers, memory=memory)
+    return StepModel(config, hf_config, world_size, servers, rates, memory)
 
 
 def remedies(load: Load, hf_config: Any, world_size: int, gpu: float) -> Iterator[str]:
@@ -139,7 +144,8 @@ def _memory(memory: RunMemory) -> Iterator[str]:
         )
 
 
-def _step(model: StepModel) -> Iterator[str]:
+def _step(model: StepModel, slow: StepModel) -> Iterator[str]:
+    """Yield the modelled step. slow: The same at the rate of published runs."""
     step, seconds, packs = model.step, model.seconds(), [len(packs) for packs in model.packs]
     moved = {name: f"{num / GB:.1f}" for name, num in model.exchanged().items()}
     yield (
@@ -156,10 +162,18 @@ def _step(model: StepModel) -> Iterator[str]:
         f"over the context and {moved['expert']} over the expert axis; in an update "
         f"{moved['gradients']} GB of gradients and weights"
     )
-    yield f"A server's rank receives {model.received / GB:.1f} GB in a weight sync"
+    running = min(model.server.max_running(step), step.responses * model.prompts_per_server)
+    yield (
+        f"A server runs {running} of its {step.responses * model.prompts_per_server} responses at "
+        f"once; its rank receives {model.received / GB:.1f} GB in {model.sync_rounds} rounds of a "
+        "weight sync"
+    )
     for name, value in seconds.items():
         yield f"{name:14}{value:8.1f} s{value / seconds['total']:7.0%}"
+    published = ", ".join(f"{size} {mfu:.1%}" for size, mfu in PUBLISHED_MFU.items())
     yield (
         f"{step.tokens / seconds['total']:,.0f} tokens/s are trained on; update MFU "
-        f"{model.update_mfu:.0%}"
+        f"{model.update_mfu:.0%}. At {LOW_SHARE:.0%} of the GPUs' peak in place of "
+        f"{LANGUAGE_SHARE:.0%}, as EasyR1's published MFUs ({published}) suggest: "
+        f"{slow.seconds()['total']:.1f} s, MFU {slow.update_mfu:.0%}"
     )

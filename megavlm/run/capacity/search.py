@@ -4,7 +4,7 @@ It tries powers of two for the tensor axis (within a node), the pipeline, contex
 with each kind of recomputation. All other keys of the recipe are kept.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
@@ -19,23 +19,22 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.sizes import EqualRanks
 from megavlm.run.capacity.memory import BUDGET, GB, GPU, RunMemory, server_memory, trainer_ranks
 from megavlm.run.capacity.overview import Load, step_model
+from megavlm.run.capacity.rates import NODE
 from megavlm.weight_sync.ownership import numel
 from megavlm.weight_sync.trainable import trained_entries
 
-NODE = 8  # GPUs of a node, the largest tensor axis
 SHOWN = 12  # layouts in the table
 Count = Callable[[int, int], object]
+Axes = tuple[tuple[str, ...], tuple[str, ...]]  # overrides: axes that cut parameters, others
 
 
 @dataclass(frozen=True)
 class Found:
-    """A layout that fits: its configuration, modelled seconds of a step, and bytes of the fullest
-    GPU.
-    """
+    """A layout that fits: its configuration, modelled seconds of a step, and memory."""
 
     config: Config
     seconds: float
-    memory: float
+    memory: RunMemory
 
 
 def search_plan(
@@ -52,7 +51,8 @@ def search_plan(
     config = load()
     hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
     num_ranks = world_size or config.parallel.num_ranks
-    found = sorted(search(load, hf_config, num_ranks, gpu, count), key=lambda x: x.seconds)
+    layouts = [*all_layouts(hf_config, num_ranks)]
+    found = sorted(search(load, hf_config, num_ranks, gpu, layouts, count), key=lambda x: x.seconds)
     if not found:
         raise ValueError(
             f"no layout of {num_ranks} GPUs of {gpu / GB:.0f} GB has memory for this model: take "
@@ -60,10 +60,9 @@ def search_plan(
         )
     lines = [f"{len(found)} layouts of {num_ranks} GPUs fit; modelled, nothing is measured"]
     lines.append(f"{'seconds':>8}{'GB':>6}  overrides of the recipe")
-    lines += [
-        f"{x.seconds:8.1f}{x.memory / GB:6.0f}  {' '.join(changes(config, x.config)) or 'none'}"
-        for x in found[:SHOWN]
-    ]
+    for x in found[:SHOWN]:
+        keys = " ".join(changes(config, x.config)) or "none"
+        lines.append(f"{x.seconds:8.1f}{x.memory.fullest / GB:6.0f}  {keys}")
     return "\n".join(lines)
 
 
@@ -79,16 +78,23 @@ def changes(recipe: Config, other: Config) -> Iterator[str]:
 
 
 def search(
-    load: Load, hf_config: Any, world_size: int, gpu: float, count: Count
+    load: Load,
+    hf_config: Any,
+    world_size: int,
+    gpu: float,
+    layouts: Sequence[Axes],
+    count: Count = lambda done, total: None,
+    known: dict[tuple[str, ...], list[EqualRanks]] | None = None,
 ) -> Iterator[Found]:
-    """Yield all layouts that fit."""
-    layouts = [*_layouts(hf_config, world_size)]
+    """Yield the layouts that fit. known: Parameters of ranks by axes, of any world size, which are
+    computed once for all calls that share it.
+    """
     recipe = load()
     dense, experts = held_bytes(recipe, hf_config)
     generates = isinstance(recipe.algorithm, PolicyOptimization)
     server = server_memory(recipe, hf_config, gpu) if generates else None
-    known: dict[tuple[str, ...], list[EqualRanks]] = {}
-    module = "moe" if _num_experts(hf_config) > 1 else "mlp"
+    known = {} if known is None else known
+    module = "moe" if num_experts(hf_config) > 1 else "mlp"
     selective = (f"recompute.modules=[{module}]",)
     for number, (axes, context) in enumerate(layouts):
         count(number, len(layouts))
@@ -100,13 +106,26 @@ def search(
                     break  # does not fit in any case, so build no model
                 if axes not in known:
                     known[axes] = [*trainer_ranks(config, hf_config, world_size)]
-                memory = RunMemory.of(config, hf_config, world_size, gpu, known[axes], server)
+                ranks = scaled(known[axes], world_size)
+                memory = RunMemory.of(config, hf_config, world_size, gpu, ranks, server)
             except ValueError:
                 break  # a layout that the model or the recipe does not support
             if any(memory.problems()):
                 continue
             model = step_model(config, hf_config, world_size, memory)
-            yield Found(config, model.seconds()["total"], memory.fullest)
+            yield Found(config, model.seconds()["total"], memory)
+
+
+def scaled(groups: Sequence[EqualRanks], world_size: int) -> list[EqualRanks]:
+    """Return the same parameters for another number of data ranks: a group is whole stages."""
+    before = groups[-1].ranks.stop
+    return [
+        EqualRanks(
+            range(x.ranks.start * world_size // before, x.ranks.stop * world_size // before),
+            x.parameters,
+        )
+        for x in groups
+    ]
 
 
 def least_bytes(parallel: Parallel, dense: float, experts: float) -> float:
@@ -132,16 +151,16 @@ def held_bytes(config: Config, hf_config: Any) -> tuple[float, float]:
     return found[False], found[True]
 
 
-def _layouts(hf_config: Any, world_size: int) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+def all_layouts(hf_config: Any, world_size: int) -> Iterator[Axes]:
     """Yield overrides of the axes that determine a rank's parameters, and overrides of the context
     axis.
     """
     num_layers = hf_config.text_config.num_hidden_layers
-    tensors, pipelines = _powers(NODE), _powers(num_layers // 2)
+    tensors, pipelines = powers(NODE), powers(num_layers // 2)
     for tensor, pipeline, context in product(tensors, pipelines, (1, 2)):
         if world_size % (tensor * pipeline * context):
             continue
-        for expert in _powers(min(_num_experts(hf_config), world_size // pipeline)):
+        for expert in powers(min(num_experts(hf_config), world_size // pipeline)):
             axes = (
                 f"parallel.tensor={tensor}",
                 f"parallel.sequence={str(tensor > 1).lower()}",
@@ -152,7 +171,8 @@ def _layouts(hf_config: Any, world_size: int) -> Iterator[tuple[tuple[str, ...],
             yield axes, (f"parallel.context={context}", "parallel.data=null")
 
 
-def _num_experts(hf_config: Any) -> int:
+def num_experts(hf_config: Any) -> int:
+    """Return the number of a layer's routed experts, 1 for a dense model."""
     architecture = family(hf_config.model_type).architecture(hf_config)
     return int(architecture.get("num_moe_experts", 1))
 
@@ -173,5 +193,6 @@ def _stages(num_layers: int, pipeline: int) -> Iterable[str]:
     )
 
 
-def _powers(most: int) -> list[int]:
+def powers(most: int) -> list[int]:
+    """Return the powers of two up to `most`."""
     return [2**i for i in range(most.bit_length()) if 2**i <= most]

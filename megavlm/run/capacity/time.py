@@ -1,12 +1,13 @@
 """Modelled seconds of a recipe's step by phase.
 
-FLOPs come from `models.cost` and the output layer, bytes from the weight-sync plan and the layout.
-Nothing is assumed to overlap. `Rates` has the assumptions about the hardware; none of them was
-measured with this code. Not covered: rewards, data, scattering of packs, copies of the reference's
-weights, stragglers among experts, and a separate critic.
+FLOPs come from `models.cost` and the output layer, bytes from the weight-sync plan and the layout,
+the rollout from `capacity.serving`. Nothing is assumed to overlap, except rollouts and training
+where `rollout.max_staleness` is above 0. `Rates` has the assumptions about the hardware. Not
+covered: rewards, data, scattering of packs, copies of the reference's weights, and a separate
+critic.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -20,77 +21,19 @@ from megavlm.families import family
 from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry
-from megavlm.models.cost import H100_FLOPS, LANGUAGE_SHARE, TOWER_SHARE, ModelCost
+from megavlm.models.cost import H100_FLOPS, ModelCost
 from megavlm.parallel.mesh import Layout
-from megavlm.run.capacity.memory import RunMemory, ServerRankMemory, image_tokens
+from megavlm.run.capacity.memory import EXPERT_IMBALANCE, RunMemory
+from megavlm.run.capacity.rates import Rates
+from megavlm.run.capacity.serving import ServerModel
 from megavlm.run.capacity.weight_updates import received_bytes, server_layout, stored_bytes
+from megavlm.run.capacity.work import StepWork
 from megavlm.training.step.balance import TreeSize
 from megavlm.training.step.pack_plan import Schedule, costs_of, plan_packs
 from megavlm.training.step.step_plan import schedule_of
 from megavlm.weight_sync.ownership import numel
 from megavlm.weight_sync.trainable import trained_entries
-
-TEXT_TOKENS = 128  # assumed text tokens of a prompt, in addition to its image
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Assumed rates of an H100 node: peaks of the data sheet times an expected share.
-
-    flops: Dense bf16 FLOPs per second, H100_FLOPS at 40 %. encoder: FLOPs per second of a vision
-    tower with its small matrices, at 25 %. memory: 3.35 TB/s at 60 %. nvlink: 450 GB/s per
-    direction at 75 %. network: One 400 Gb/s port per GPU at 80 %. host: PCIe 5 at 40 %. token:
-    Fixed seconds of a server's decoding step.
-    """
-
-    flops: float = LANGUAGE_SHARE * H100_FLOPS
-    encoder: float = TOWER_SHARE * H100_FLOPS
-    memory: float = 0.6 * 3.35e12
-    nvlink: float = 0.75 * 450e9
-    network: float = 0.8 * 50e9
-    host: float = 0.4 * 64e9
-    token: float = 0.004
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """Work of a step. prompts: Number of prompts. responses: Number of responses per prompt.
-    prompt: Tokens of a prompt. response: Mean tokens of a response. longest: Tokens of the longest
-    response. patches: Patches of an image.
-    """
-
-    prompts: int
-    responses: int
-    prompt: int
-    response: int
-    longest: int
-    patches: int
-
-    @classmethod
-    def of(cls, config: Config, hf_config: Any) -> "StepWork":
-        """Return a recipe's step, assuming one image of the maximum size per prompt and a mean
-        response length of half the maximum.
-        """
-        algorithm = config.algorithm
-        assert isinstance(algorithm, PolicyOptimization)
-        merge = family(hf_config.model_type).patch_sizes(hf_config).merge
-        image, longest = int(image_tokens(config, hf_config)), config.rollout.max_new_tokens
-        return cls(
-            algorithm.prompts_per_step,
-            algorithm.responses_per_prompt,
-            min(image + TEXT_TOKENS, config.data.max_prompt_tokens),
-            longest // 2,
-            longest,
-            image * merge**2,
-        )
-
-    @property
-    def tokens(self) -> int:
-        return self.prompts * (self.prompt + self.responses * self.response)
-
-    @property
-    def targets(self) -> int:
-        return self.prompts * self.responses * self.response
+from megavlm.weight_sync.update import SyncSettings
 
 
 class StepModel:
@@ -104,11 +47,12 @@ class StepModel:
         num_servers: int,
         rates: Rates | None = None,
         memory: RunMemory | None = None,
+        step: StepWork | None = None,
     ) -> None:
         """Store the arguments. rates: None takes the defaults. memory: The run's memory, if it is
-        already known.
+        already known. step: None takes the recipe's assumed lengths.
         """
-        self.step, self.rates = StepWork.of(config, hf_config), rates or Rates()
+        self.step, self.rates = step or StepWork.of(config, hf_config), rates or Rates()
         self.memory = memory or RunMemory.of(config, hf_config, world_size)
         self._config, self._hf_config, self._world_size = config, hf_config, world_size
         self._num_servers, self._text = num_servers, hf_config.text_config
@@ -118,22 +62,30 @@ class StepModel:
         self._cost = ModelCost.of(self._entries, self._architecture)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase, and their sum as `total`."""
+        """Return the seconds of each phase, and of the step as `total`: their sum, or with
+        `rollout.max_staleness` the longer of rollout and training, and the sync.
+        """
+        phases = {"rollout": self.rollout, **self.training(), "sync": self._sync()}
+        rollout = self._config.rollout
+        if rollout.colocate:
+            phases["switch"] = self._switch()
+        total = sum(phases.values())
+        if rollout.max_staleness:
+            total -= min(self.rollout, total - self.rollout - phases["sync"])
+        return phases | {"total": total}
+
+    def training(self) -> dict[str, float]:
+        """Return the seconds of each phase of the trainer."""
         algorithm = self._config.algorithm
         assert isinstance(algorithm, PolicyOptimization)
         forward, minibatches = self._forward(), algorithm.minibatches
         old = (minibatches - 1) / minibatches  # the first minibatch needs no pass for old log-probs
-        phases = {
-            "rollout": self._rollout(),
+        return {
             "vision": self.vision_flops / self._world_size / self.rates.encoder,
             "reference": forward if algorithm.kl_coefficient else 0.0,
             "old log-probs": forward * old,
             "update": self._update(),
-            "sync": self._sync(),
         }
-        if self._config.rollout.colocate:
-            phases["switch"] = self._switch()
-        return phases | {"total": sum(phases.values())}
 
     @property
     def forward_flops(self) -> float:
@@ -154,73 +106,45 @@ class StepModel:
     @property
     def vision_flops(self) -> float:
         """FLOPs of the tower over the step's images."""
-        return self.step.prompts * self._image_flops
-
-    @property
-    def _image_flops(self) -> float:
         side = int(self.step.patches**0.5)
-        return self._cost.image((1, side, side))
+        return self.step.prompts * self._cost.image((1, side, side))
 
     def _segment(self, length: int, parent: int, *, is_target: bool) -> Segment:
         ids = torch.empty(length, device="meta")
         return Segment(ids, ids, parent, is_target)
 
-    def _rollout(self) -> float:
-        """Return the seconds of prefill and decoding."""
-        step = self.step
-        requests = -(-step.prompts * step.responses // self._num_servers)
-        running = max(1, min(requests, self.max_running))
-        waves = requests / running
-        # The last wave lasts until its longest response ends, the other waves for the mean length.
-        steps = step.longest + max(0.0, waves - 1) * step.response
-        prefill = step.prompts / self._num_servers * self.prefill_seconds()
-        return prefill + steps * self.decode_seconds(running)
+    @cached_property
+    def server(self) -> ServerModel:
+        memory = self.memory.server
+        assert memory is not None
+        return ServerModel.of(self._config, self._hf_config, memory, self.step, self.rates)
+
+    @cached_property
+    def rollout(self) -> float:
+        """Seconds of the server with the most prompts."""
+        return self.server.rollout_seconds(self.step, self.prompts_per_server)
 
     @property
-    def _server(self) -> ServerRankMemory:
-        assert self.memory.server is not None
-        return self.memory.server
-
-    @property
-    def max_running(self) -> int:
-        """Number of responses of mean length whose KV cache fits a server."""
-        context = self.step.prompt + self.step.response
-        ranks = self._config.rollout.tensor_parallel
-        return int(self._server.cache / (self._cache_bytes(ranks) * context))
-
-    def decode_seconds(self, running: int) -> float:
-        """Return the seconds of a server's decoding step: the longer of the time to read the
-        weights and the running responses' cache, and the time to compute.
-        """
-        rates, ranks = self.rates, self._config.rollout.tensor_parallel
-        cache = running * self._cache_bytes(ranks) * (self.step.prompt + self.step.response)
-        read = (self._server.weights + cache) / rates.memory
-        computed = running * self._cost.per_token / ranks / rates.flops
-        return max(read, computed) + rates.token
-
-    def prefill_seconds(self) -> float:
-        """Return a server's seconds for the prefill of a prompt with its image."""
-        rates, ranks = self.rates, self._config.rollout.tensor_parallel
-        flops = self._cost.per_token * self.step.prompt
-        flops += self._image_flops * rates.flops / rates.encoder
-        return flops / ranks / rates.flops
-
-    def _cache_bytes(self, ranks: int) -> float:
-        """Return the bytes per token in a server rank's KV cache."""
-        heads = -(-self._text.num_key_value_heads // ranks)
-        width = self._architecture["kv_channels"] * heads
-        itemsize = self._options.dtype.itemsize
-        return 2.0 * self._architecture["num_layers"] * width * itemsize
+    def prompts_per_server(self) -> int:
+        return -(-self.step.prompts // self._num_servers)
 
     def _forward(self, passes: float = 1.0, exchanges: float = 1.0) -> float:
         """Return the seconds on the slowest rank of `passes` forward passes of the language model
         over all tokens, with `exchanges` times the exchanges of a forward pass over the tensor,
-        context and expert axes.
+        context and expert axes. The rank of the busiest experts has more to compute and exchange.
         """
-        compute = passes * self.forward_flops / self._world_size / self.rates.flops
-        exchanged = self.exchanged()
-        moved = exchanges * sum(exchanged[axis] for axis in ("tensor", "context", "expert"))
-        return (compute + moved / self.rates.nvlink) * self.over_ideal
+        excess = EXPERT_IMBALANCE - 1 if self._config.parallel.expert > 1 else 0.0
+        flops = self.forward_flops * (1 + excess * self._flops_share("experts"))
+        compute = passes * flops / self._world_size / self.rates.flops
+        parallel, moved = self._config.parallel, self.exchanged()
+        moved["expert"] *= 1 + excess
+        spans = {
+            "tensor": parallel.tensor,
+            "context": parallel.tensor * parallel.context,
+            "expert": parallel.expert * parallel.expert_tensor,
+        }
+        exchanged = sum(moved[axis] / self.rates.link(ranks) for axis, ranks in spans.items())
+        return (compute + exchanges * exchanged) * self.over_ideal
 
     def exchanged(self) -> dict[str, float]:
         """Return the bytes that a GPU sends over the tensor, context and expert axes in a forward
@@ -291,27 +215,22 @@ class StepModel:
     def _update(self) -> float:
         """Return the seconds of forward, backward, recomputation and gradient reduction."""
         recompute = self._config.recompute
-        again = {"none": 0.0, "full": 1.0, "selective": self._mlp_share}[recompute.language]
+        mlp = self._flops_share("mlp", "experts")
+        again = {"none": 0.0, "full": 1.0, "selective": mlp}[recompute.language]
         if recompute.language == "selective" and not {"mlp", "moe"} & set(recompute.modules):
             again = 0.0
         passes = self._forward(3 + again, 2.5 + (recompute.language == "full"))
         algorithm = self._config.algorithm
         assert isinstance(algorithm, PolicyOptimization)
-        link = self.rates.nvlink if self._world_size <= 8 else self.rates.network
-        exchanged = self.exchanged()["gradients"] / link
+        exchanged = self.exchanged()["gradients"] / self.rates.link(self._world_size)
         if self._config.optimizer.offload:  # to the GPU and back
             exchanged += 2 * max(stage.step for stage in self.memory.stages) / self.rates.host
         return passes + algorithm.minibatches * exchanged
 
-    @property
-    def _mlp_share(self) -> float:
-        """Share of MLPs and experts in the parameters of the layers that a token uses."""
-        parts = {"mlp": 0.0, "experts": 0.0, "attention": 0.0}
-        for entry in self._entries:
-            name = model_part(entry.megatron)
-            if name in parts and ".layers." in entry.megatron:
-                parts[name] += numel(entry)
-        return 1 - parts["attention"] / max(sum(parts.values()), 1.0)
+    def _flops_share(self, *names: str) -> float:
+        """Return the share of parts of the layers in the FLOPs of a token."""
+        rest = [x for x in self._entries if model_part(x.megatron) not in names]
+        return 1 - ModelCost.of(rest, self._architecture).per_token / self._cost.per_token
 
     @cached_property
     def _changed(self) -> list[Entry]:
@@ -331,6 +250,14 @@ class StepModel:
         stored = max(stored_bytes(self._changed, servers, self._options.dtype.itemsize))
         return received_bytes(self._config.rollout.sync, self._changed_bytes, stored)
 
+    @property
+    def sync_rounds(self) -> int:
+        """Number of buckets that a server receives one after the other in a weight sync."""
+        sent = self._changed_bytes
+        if TRANSPORT_TRAITS[self._config.rollout.sync].by_stage:
+            sent //= self._config.parallel.pipeline  # stages send theirs at the same time
+        return -(-sent // SyncSettings.bucket_bytes)
+
     def _sync(self) -> float:
         """Return the seconds to gather the changed tensors and send them."""
         rollout, rates = self._config.rollout, self.rates
@@ -340,11 +267,12 @@ class StepModel:
             sent = max(float(self.received), gathered)  # a stage sends all that it has
         else:  # rank 0 sends to every rank of every server
             sent = float(self.received) * self._num_servers * rollout.tensor_parallel
-        return gathered / rates.nvlink + sent / link
+        return gathered / rates.nvlink + sent / link + self.sync_rounds * rates.sync_round
 
     def _switch(self) -> float:
         """Return the seconds to switch shared GPUs to the servers and back."""
         # The trainer's memory moves to the host and back, except gradients: they start from zero.
         moved = max(2 * (stage.weights + stage.optimizer) for stage in self.memory.stages)
         # The server's weights are only loaded, from their copy on the host.
-        return (moved + self._server.weights) / self.rates.host
+        assert self.memory.server is not None
+        return (moved + self.memory.server.weights) / self.rates.host

@@ -3,9 +3,10 @@
 python -m tests.unit.run.estimates    # prints them, to be pasted
 """
 
+import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +17,68 @@ from megavlm.parallel import platform
 platform.install()  # before the first import of megatron-core
 
 from megavlm.run.capacity.memory import GB  # noqa: E402
+from megavlm.run.capacity.rates import LOW_RATES, NODE, Rates  # noqa: E402
 from megavlm.run.capacity.time import StepModel  # noqa: E402
+from megavlm.run.capacity.work import StepWork  # noqa: E402
+from megavlm.slurm.launch import num_servers  # noqa: E402
 from tests.support.releases import released_config  # noqa: E402
 from tests.unit.config.test_recipes import RECIPES, URLS  # noqa: E402
 
 TP4 = ("parallel.tensor=4", "parallel.data=1", "recompute.language=none")
+START = re.compile(r"# Start: megavlm (train|launch) recipes/(\S+)(.*)")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs of a recipe's start line: those that train, those that serve, and the servers."""
+
+    trainers: int
+    serving: int
+    servers: int
+    colocate: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.trainers}" if self.colocate else f"{self.trainers} + {self.serving}"
+
+
+def cluster(recipe: str) -> Cluster:
+    """Return the cluster that the first lines of recipes/RECIPE.yaml start it on."""
+    path = RECIPES / f"{recipe}.yaml"
+    found = START.search(path.read_text())
+    assert found and found[2] == f"{recipe}.yaml", f"{path}: no line that starts it"
+    config = load(path, URLS if found[1] == "launch" else [])
+    rollout = config.rollout
+    if found[1] == "train":
+        serving = rollout.servers * rollout.tensor_parallel
+        return Cluster(config.parallel.num_ranks, serving, rollout.servers, rollout.colocate)
+    options = dict(re.findall(r"--([\w-]+) (\d+)", found[3]))
+    nodes, serving = int(options["nodes"]), int(options.get("rollout-nodes", 1))
+    servers = num_servers(rollout.tensor_parallel, serving, NODE)
+    return Cluster((nodes - serving) * NODE, serving * NODE, servers, colocate=False)
 
 
 @dataclass(frozen=True)
 class SetUp:
-    """A row: a recipe with overrides, its trainer GPUs and its servers."""
+    """A row: a recipe with overrides on the cluster of its start line."""
 
     name: str
     recipe: str
-    gpus: str
-    trainers: int
-    servers: int
     overrides: Sequence[str] = ()
+
+    @property
+    def cluster(self) -> Cluster:
+        return cluster(f"grpo/{self.recipe}")
 
 
 SET_UPS = (
-    SetUp("7B, TP 2 x DP 2", "qwen2_5_vl_7b_geo3k", "4 + 4", 4, 1),
-    SetUp("7B, TP 4", "qwen2_5_vl_7b_geo3k", "4 + 4", 4, 1, TP4),
-    SetUp("7B, colocated", "qwen2_5_vl_7b_geo3k_colocated", "8", 8, 4),
-    SetUp("30B-A3B", "qwen3_vl_30b_a3b_geo3k_nodes", "16 + 8", 16, 2),
-    SetUp("72B", "qwen2_5_vl_72b_geo3k_nodes", "64 + 64", 64, 8),
-    SetUp("235B-A22B", "qwen3_vl_235b_a22b_geo3k_nodes", "96 + 32", 96, 4),
+    SetUp("7B, TP 2 x DP 2", "qwen2_5_vl_7b_geo3k"),
+    SetUp("7B, TP 4", "qwen2_5_vl_7b_geo3k", TP4),
+    SetUp("7B, colocated", "qwen2_5_vl_7b_geo3k_colocated"),
+    SetUp("30B-A3B", "qwen3_vl_30b_a3b_geo3k_nodes"),
+    SetUp("72B", "qwen2_5_vl_72b_geo3k_nodes"),
+    SetUp("235B-A22B", "qwen3_vl_235b_a22b_geo3k_nodes"),
+    SetUp("Qwen3.5-9B", "qwen3_5_9b_geo3k"),
 )
 PHASES = (
     "rollout", "vision", "reference", "old log-probs", "update", "sync", "switch", "total"
@@ -50,26 +87,42 @@ PHASES = (
 
 def resolved(set_up: SetUp, folder: Path) -> tuple[Config, Any]:
     """Return the configurations of a row's run and model."""
-    urls = URLS if "nodes" in set_up.recipe else []
-    config = load(RECIPES / f"grpo/{set_up.recipe}.yaml", [*urls, *set_up.overrides])
+    urls = [f"'http://node{number}:30000'" for number in range(set_up.cluster.servers)]
+    given = [f"rollout.urls=[{','.join(urls)}]"] if "nodes" in set_up.recipe else []
+    config = load(RECIPES / f"grpo/{set_up.recipe}.yaml", [*given, *set_up.overrides])
     release = Path(config.model.folder).name.removesuffix("-Instruct")
     return config, released_config(release, folder)
 
 
+def modelled(
+    set_up: SetUp, folder: Path, rates: Rates | None = None, step: StepWork | None = None
+) -> StepModel:
+    cluster = set_up.cluster
+    config, hf_config = resolved(set_up, folder)
+    return StepModel(config, hf_config, cluster.trainers, cluster.servers, rates, step=step)
+
+
 def tables(folder: Path) -> list[str]:
-    """Return the lines of both tables."""
-    times = [["", "GPUs", *PHASES, "tokens/s"]]
-    sizes = [["", "Forward, language", "Tower", "Memory", "Server's weights, cache", "Sync"]]
+    """Return the lines of all tables."""
+    times = [["", "GPUs", *PHASES, "slow", "tokens/s"]]
+    sizes = [
+        ["", "Forward, language", "Tower", "Memory", "Server's weights, cache", "Running", "Sync"]
+    ]
     for set_up in SET_UPS:
-        config, hf_config = resolved(set_up, folder)
-        model = StepModel(config, hf_config, set_up.trainers, set_up.servers)
-        seconds = model.seconds()
-        cells = [f"{seconds[x]:.1f}" if x in seconds else "" for x in PHASES]
+        model, slow = (modelled(set_up, folder, rates) for rates in (Rates(), LOW_RATES))
+        seconds, step = model.seconds(), model.step
         times.append(
-            [set_up.name, set_up.gpus, *cells, f"{model.step.tokens / seconds['total']:,.0f}"]
+            [
+                set_up.name,
+                set_up.cluster.name,
+                *_cells(seconds),
+                f"{slow.seconds()['total']:.1f}",
+                f"{step.tokens / seconds['total']:,.0f}",
+            ]
         )
         server = model.memory.server
         assert server is not None
+        most = step.responses * model.prompts_per_server
         sizes.append(
             [
                 set_up.name,
@@ -77,15 +130,68 @@ def tables(folder: Path) -> list[str]:
                 f"{model.vision_flops / 1e15:.1f} PFLOP",
                 f"{model.memory.fullest / GB:.0f} GB",
                 f"{server.weights / GB:.1f}, {server.cache / GB:.1f} GB",
-                f"{model.received / GB:.1f} GB",
+                f"{min(most, model.server.max_running(step))} of {most}",
+                f"{model.received / GB:.1f} GB in {model.sync_rounds}",
             ]
         )
-    return [*_table(times), "", *_table(sizes)]
+    return [*_table(times), "", *_table(sizes), "", *_table(published(folder))]
+
+
+def _cells(seconds: dict[str, float]) -> list[str]:
+    return [f"{seconds[x]:.1f}" if x in seconds else "" for x in PHASES]
+
+
+# EasyR1 v0.3.2, assets/baselines.md: 2,000 tokens/s on each of 8 GPUs for 120 s are 750 tokens for
+# each of 512 x 5 sequences, of which an image of Geometry3K and its question are about 400.
+EASY = StepWork(512, 5, prompt=400, response=350, longest=2048, patches=1336)
+EASY_KEYS = (
+    "algorithm.prompts_per_step=512", "algorithm.responses_per_prompt=5",
+    "algorithm.minibatches=4", "rollout.concurrency=512", "rollout.tensor_parallel=2",
+    "rollout.servers=4",
+)  # fmt: skip
+# verl's issue 7203: 143 tokens/s on each of 8 GPUs for 290 s are 2,073 tokens for each of 32 x 5
+# sequences. Its trainer pads them to micro-batches of 4,096 tokens.
+VERL = StepWork(32, 5, prompt=400, response=1673, longest=2048, patches=1336)
+VERL_KEYS = (
+    "algorithm.prompts_per_step=32", "algorithm.responses_per_prompt=5", "algorithm.minibatches=1",
+    "parallel.tensor=2", "parallel.data=4", "rollout.tensor_parallel=8", "rollout.colocate=true",
+    "rollout.sync=tensor", "rollout.server_args.mem_fraction_static=0.35",
+)  # fmt: skip
+
+
+def published(folder: Path) -> list[list[str]]:
+    """Return the rows of published runs, beside the model on their own work."""
+    easy = SetUp("", "qwen2_5_vl_7b_geo3k_colocated", EASY_KEYS)
+    verl = SetUp("", "qwen3_5_9b_geo3k", VERL_KEYS)
+    ours, slow = (modelled(easy, folder, rates, EASY).seconds() for rates in (None, LOW_RATES))
+    # Its trainer computes each prompt, and its image, for each response and in each pass.
+    alone = replace(EASY, prompts=EASY.prompts * EASY.responses, responses=1)
+    sharded = ("parallel.tensor=1", "parallel.sequence=false", "parallel.data=8")
+    repeats = SetUp("", easy.recipe, (*EASY_KEYS, *sharded, "recompute.language=full"))
+    theirs = modelled(repeats, folder, LOW_RATES, alone).training()
+    theirs["old log-probs"], theirs["vision"] = theirs["reference"], 3 * theirs["vision"]
+    theirs |= {name: slow[name] for name in ("rollout", "switch")}
+    theirs["total"] = sum(theirs.values())
+    config, hf_config = resolved(verl, folder)
+    nine = StepModel(config, hf_config, 8, 1, step=VERL).seconds()
+    seen = {"rollout": 29.0, "reference": 82.0, "old log-probs": 84.0, "update": 91.0, "sync": 3.5}
+    return [
+        ["", *PHASES],
+        ["EasyR1, 7B, 512 x 5, published", *[""] * (len(PHASES) - 1), "120"],
+        ["the model, with each prompt computed five times", *_cells(theirs)],
+        ["the model, megavlm at the slow rate", *_cells(slow)],
+        ["the model, megavlm", *_cells(ours)],
+        ["verl, Qwen3.5-9B, 32 x 5, published", *_cells(seen | {"total": 290.0})],
+        ["the model, megavlm", *_cells(nine)],
+    ]
 
 
 def _table(rows: list[list[str]]) -> list[str]:
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines]
+    return [
+        re.sub(r"\|(  \|)+", lambda x: x[0].replace("  ", " "), f"| {' | '.join(cells)} |")
+        for cells in lines
+    ]
 
 
 if __name__ == "__main__":

@@ -22,18 +22,8 @@ from tests.support.families import small_config
 from tests.support.fork import launch
 from tests.support.releases import released_config
 from tests.unit.config.test_recipes import RECIPES, WHOLE, resolve
+from tests.unit.run.estimates import cluster
 
-# Trainer ranks of recipes for several nodes, as their comments say; others start their own.
-TRAINERS = {
-    "grpo/qwen2_5_vl_7b_geo3k_nodes.yaml": 8,
-    "grpo/qwen2_5_vl_32b_geo3k_nodes.yaml": 16,
-    "grpo/qwen2_5_vl_72b_geo3k_nodes.yaml": 32,
-    "grpo/qwen3_vl_32b_geo3k_nodes.yaml": 16,
-    "grpo/qwen3_vl_30b_a3b_geo3k_nodes.yaml": 16,
-    "grpo/qwen3_vl_235b_a22b_geo3k_nodes.yaml": 96,
-    "grpo/qwen3_5_27b_geo3k_nodes.yaml": 16,
-    "grpo/qwen3_5_35b_a3b_geo3k_nodes.yaml": 16,
-}
 ON_GPUS = [name for name in WHOLE if not name.startswith("debug/")]
 
 
@@ -43,16 +33,13 @@ def release(config: Config, folder: Path) -> Any:
 
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_a_recipe_fits_its_gpus_and_says_how_it_is_started(name: str, tmp_path: Path) -> None:
-    config = resolve(name)
-    assert ("nodes" in name) == (name in TRAINERS)
-    world_size = TRAINERS.get(name, config.parallel.num_ranks)
+    config, world_size = resolve(name), cluster(name.removesuffix(".yaml")).trainers
     assert world_size % config.parallel.num_ranks == 0
     memory = RunMemory.of(config, release(config, tmp_path), world_size)
     assert [*memory.problems()] == []
     header = (RECIPES / name).read_text()
     assert f"{memory.fullest / GB:.0f} GB on each of {world_size} GPUs that train" in header
-    nodes = f"launch recipes/{name} --nodes {world_size // 8 + 1}"
-    assert f"# Start: megavlm {nodes if name in TRAINERS else f'train recipes/{name}'}" in header
+    assert f"# Start: megavlm {'launch' if 'nodes' in name else 'train'} recipes/{name}" in header
 
 
 @pytest.mark.parametrize(
@@ -88,7 +75,7 @@ def test_servers_that_do_not_fit_are_named(tmp_path: Path) -> None:
         RECIPES / "grpo/qwen2_5_vl_72b_geo3k_nodes.yaml",
         ["rollout.urls=['http://node:30000']", "rollout.tensor_parallel=2"],
     )
-    found = [*RunMemory.of(low, release(low, tmp_path), 32).problems()]
+    found = [*RunMemory.of(low, release(low, tmp_path), 96).problems()]
     assert len(found) == 1 and "for its cache" in found[0]
 
 

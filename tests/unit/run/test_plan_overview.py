@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from megavlm.cli import app
 from megavlm.config.load import load
 from megavlm.config.schema import Config
-from megavlm.run.capacity.search import changes, held_bytes, least_bytes, search
+from megavlm.run.capacity.search import all_layouts, changes, held_bytes, least_bytes, search
 from tests.support.levels import slow
 from tests.support.releases import released_config
 from tests.unit.config.test_recipes import RECIPES
@@ -87,10 +87,10 @@ def test_only_layouts_that_cannot_fit_are_left_out_unseen(tmp_path: Path) -> Non
         return load(GRPO / "qwen2_5_vl_3b_geo3k.yaml", [f"model.folder={tmp_path}", *keys])
 
     held = held_bytes(recipe(), config)
-    found = [*search(recipe, config, 4, 1e15, lambda *_: None)]
+    found = [*search(recipe, config, 4, 1e15, [*all_layouts(config, 4)])]
     assert len(found) > 10, "with so much memory all fit"
     for layout in found:
-        assert 0 < least_bytes(layout.config.parallel, *held) < layout.memory
+        assert 0 < least_bytes(layout.config.parallel, *held) < layout.memory.fullest
 
 
 def test_no_layout_that_fits_is_an_error(tmp_path: Path) -> None:
