@@ -23,7 +23,7 @@ def test_the_choice_and_the_runner_up_are_commands(tmp_path: Path) -> None:
     command = ["plan", THREE, f"model.folder={tmp_path}", "--cluster", "2"]
     reply = CliRunner().invoke(app, command)
     assert reply.exit_code == 0, reply.output
-    first, choice, choice_start, second, _ = reply.output.splitlines()
+    first, choice, choice_start, second, _ = reply.stdout.splitlines()
     assert first.startswith("2 GPUs; modelled") and choice.startswith("Choice: 2 train and serve")
     assert second.startswith("Runner-up: 1 train, 1 serve")
     keys = choice_start.split()[3:]
