@@ -20,7 +20,7 @@ TESTS ?= tests
 JOBS ?= 3
 CASES ?=
 
-.PHONY: help setup demo test test-slow test-all test-gpu-path test-gpu-image parity pushes gpu-a gpu-b gpu-c gpu-d style bench bench-trl soak chaos docs
+.PHONY: help setup demo test test-slow test-all test-gpu-path test-gpu-image test-adapters parity pushes gpu-a gpu-b gpu-c gpu-d style bench bench-trl soak chaos docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -99,6 +99,15 @@ IMAGE_TESTS := tests/unit/models tests/parity/test_parity.py tests/parity/test_t
 
 test-gpu-image: $(IMAGE_STAMP) ## run models, parity and stage a on the versions of the GPU machine's image, on a CPU (6 GB)
 	OMP_NUM_THREADS=1 $(IMAGE_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(IMAGE_TESTS)
+
+# Packages that need other versions than the lock has, each in a folder before the others.
+test-adapters: setup ## run the adapters of verifiers and OpenEnv with the real packages (0.3 GB)
+	@for name in verifiers openenv; do \
+		$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile --upgrade \
+			--target $(VENV)/adapters/$$name -r launch/requirements-$$name.txt || exit; \
+	done
+	PYTHONPATH=$(VENV)/adapters/verifiers $(BIN)/python -m pytest tests/unit/environments/adapters/verifiers_cases.py
+	PYTHONPATH=$(VENV)/adapters/openenv $(BIN)/python -m pytest tests/unit/environments/adapters/test_openenv.py
 
 parity: setup ## compare all models, layouts and inputs with transformers; write tests/parity/RESULTS.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parity.run $(CASES)
