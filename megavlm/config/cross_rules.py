@@ -116,12 +116,6 @@ def _check_algorithm(config: Config) -> None:
 
 def _check_pack(config: Config) -> None:
     environment, data = config.environment, config.data
-    if environment.name == "gateway" and config.rollout.max_staleness:
-        raise ValueError(
-            f"rollout.max_staleness={config.rollout.max_staleness} plays episodes in a process of "
-            "its own, but environment.name=gateway plays agents within the step: set "
-            "rollout.max_staleness=0"
-        )
     if not isinstance(config.algorithm, PolicyOptimization):
         return
     least = data.max_prompt_tokens + config.rollout.max_new_tokens

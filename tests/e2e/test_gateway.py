@@ -1,4 +1,4 @@
-"""Runs in which agents play the episodes: in step with training, and replayed."""
+"""Runs in which agents play the episodes: in step with training, replayed, and ahead of it."""
 
 from typing import Any
 
@@ -40,3 +40,15 @@ def test_an_agent_is_trained_with_and_replayed(world: World, running: Running) -
     assert done.returncode == 0, done.stderr
     again = world.metrics("agent_again")
     assert [step["loss"] for step in again] == [step["loss"] for step in steps]
+
+
+def test_agents_play_ahead_of_training(world: World) -> None:
+    recipe = world.recipe(
+        "agent_ahead",
+        **{**SECTIONS, "algorithm": {**SECTIONS["algorithm"], "steps": 3}},
+        rollout={"max_new_tokens": 64, "max_staleness": 1, "pause": "abort"},
+    )
+    done = world.megavlm("train", recipe)
+    assert done.returncode == 0, done.stderr
+    for step in world.metrics("agent_ahead"):
+        assert step["episodes"] == 8 and step["reward_failures"] == 0
