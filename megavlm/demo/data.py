@@ -1,4 +1,4 @@
-"""The demo's data: images that it draws, or any Parquet data set like hiyouga/geometry3k."""
+"""The demo's data: images or videos that it draws, or Parquet files like hiyouga/geometry3k."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megavlm.config.data import Data
-from megavlm.data.chat import IMAGE_PLACEHOLDER
+from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from megavlm.data.rows import Row, Rows
 from megavlm.demo.shapes import ROW_SCHEMA, write_dataset
 
@@ -40,7 +40,7 @@ class DemoData:
     def texts(self) -> Iterator[str]:
         for row in self.rows():
             for text in [message.text for message in row.messages] or [row.problem]:
-                yield text.replace("<image>", "")
+                yield text.replace(IMAGE_PLACEHOLDER, "").replace(VIDEO_PLACEHOLDER, "")
             yield row.answer
 
 

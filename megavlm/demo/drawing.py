@@ -1,10 +1,12 @@
-"""The form of the examples that the demo draws, and their colours."""
+"""The form of the examples that the demo draws, and their shapes and colours."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from typing import Any, TypeVar
 
 import numpy as np
+from PIL import Image, ImageDraw
 
 COLOURS = {
     "red": (220, 20, 20),
@@ -14,18 +16,20 @@ COLOURS = {
     "black": (10, 10, 10),
     "purple": (150, 30, 180),
 }
+SHAPE_KINDS = ("circle", "square", "triangle")
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class DrawnExample:
-    """A question about an image. `candidates`: all or some of the answers that its form allows.
-    `columns`: further columns of its row. `lessons`: rows of the warm start, with chats, in place
-    of the caption and the question with a random answer.
+    """A question about an image, or about a video if `pngs` are several, its frames. `candidates`:
+    all or some of the answers that its form allows. `columns`: further columns of its row.
+    `lessons`: rows of the warm start, in place of the caption and the question with a random
+    answer.
     """
 
-    png: bytes
+    pngs: tuple[bytes, ...]
     question: str
     answer: str
     candidates: tuple[str, ...]
@@ -37,3 +41,27 @@ class DrawnExample:
 
 def pick(rng: np.random.Generator, items: Sequence[T]) -> T:
     return items[int(rng.integers(len(items)))]
+
+
+def png(image: Image.Image) -> bytes:
+    file = BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def draw_shape(
+    pen: ImageDraw.ImageDraw,
+    kind: str,
+    colour: tuple[int, int, int],
+    x: float,
+    y: float,
+    radius: float,
+) -> None:
+    box = (x - radius, y - radius, x + radius, y + radius)
+    if kind == "circle":
+        pen.ellipse(box, fill=colour)
+    elif kind == "square":
+        pen.rectangle(box, fill=colour)
+    else:
+        corners = [(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)]
+        pen.polygon(corners, fill=colour)

@@ -20,6 +20,7 @@ from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.demo import FAMILY
 from megavlm.demo.data import DemoData, draw_data, take_data
+from megavlm.demo.shapes import TASKS
 from megavlm.demo.warm_start import plan_warm_start
 from megavlm.families import FAMILIES, family_of
 from megavlm.observability.text import minutes
@@ -128,9 +129,10 @@ def run_demo(options: DemoOptions) -> None:
         f"model.checkpoint={imported}",
         f"data.train_files=[{sets.warm_start}]",
         "run.summary=false",
-        # It sees images as the recipe of the RL phase shows them.
+        # It sees images and videos as the recipe of the RL phase shows them.
         f"data.max_pixels={_yaml(shown.max_pixels)}",
         f"data.max_prompt_tokens={shown.max_prompt_tokens}",
+        f"data.video_key={_yaml(shown.video_key)}",
     ]
     warm_steps = options.warm_steps
     with stage("warm start", "supervised warm start, from which the model learns to see"):
@@ -165,7 +167,8 @@ def _make_data(options: DemoOptions) -> DemoData:
     if options.data is not None:
         return take_data(options.data, folder, seed=options.seed)
     task = built_in_tasks().get(options.algorithm)
-    drawn = options.tasks or (task.demo if task else ()) or None
+    own = (options.algorithm,) if options.algorithm in TASKS else ()
+    drawn = options.tasks or (task.demo if task else own) or None
     return draw_data(folder, seed=options.seed, tasks=drawn)
 
 

@@ -6,14 +6,13 @@ Three files are written, in the format of hiyouga/geometry3k with a category:
 train.parquet, test.parquet: questions with their true answers, from disjoint random streams.
 warm_start.parquet: the first training data of a random model, on the training images. True captions
     teach the tower to see. Questions with random valid answers teach only the form of an answer;
-    RL then has to teach the meaning of the questions. Pictures to zoom into have lessons of their
-    own (weave.py).
+    RL then has to teach the meaning of the questions. Pictures to zoom into (weave.py) and videos
+    (motion.py) have lessons of their own.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
-from megavlm.data.chat import IMAGE_PLACEHOLDER
-from megavlm.demo.drawing import COLOURS, DrawnExample, pick
+from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from megavlm.demo.drawing import COLOURS, SHAPE_KINDS, DrawnExample, draw_shape, pick, png
+from megavlm.demo.motion import draw_motion, video
 from megavlm.demo.weave import draw_weave
 from megavlm.tasks.geospot.demo import PLACES
 
 SIZE = 56
 GRID = 2
-SHAPE_KINDS = ("circle", "square", "triangle")
 MAX_SHAPES = GRID * GRID
 # Numbers of shapes of the two colours in a comparison. They are never equal.
 UNEQUAL = ((1, 0), (1, 2), (1, 3), (0, 1), (2, 1), (3, 1), (0, 2), (2, 0))
@@ -147,7 +146,7 @@ def _length(rng: np.random.Generator) -> DrawnExample:
         y = (row + rng.uniform(0.2, 0.4)) * SIZE / GRID
         pen.rectangle((x, y, x + lengths[colour], y + 10), fill=COLOURS[colour])
     caption = f"long {long} short {short}"
-    return DrawnExample(_png(image), question, long, (first, second), caption, "length")
+    return DrawnExample((png(image),), question, long, (first, second), caption, "length")
 
 
 def _describe(rng: np.random.Generator) -> DrawnExample:
@@ -182,6 +181,7 @@ TASKS: dict[str, Callable[[np.random.Generator], DrawnExample]] = {
     "describe": _describe,
     "place": _place,
     "weave": draw_weave,
+    "moved": draw_motion,
 }
 # Tasks that a model of the demo's size can learn together in 40 steps. If kinds or lengths are
 # added, counting gets worse, and the added tasks stay near chance.
@@ -208,12 +208,12 @@ def _example(
         play = cell / 2 - radius
         x = (place % GRID + 0.5) * cell + rng.uniform(-play, play)
         y = (place // GRID + 0.5) * cell + rng.uniform(-play, play)
-        _draw(pen, kind, COLOURS[colour], x, y, radius)
+        draw_shape(pen, kind, COLOURS[colour], x, y, radius)
     counts = sorted(Counter(colours).items())
     caption = " ".join(f"{number} {colour}" for colour, number in counts)
     if len(kinds) == 1:
         caption += f" {kinds[0]}"
-    return DrawnExample(_png(image), question, answer, candidates, caption, task)
+    return DrawnExample((png(image),), question, answer, candidates, caption, task)
 
 
 def _canvas(rng: np.random.Generator) -> tuple[Image.Image, ImageDraw.ImageDraw]:
@@ -221,37 +221,13 @@ def _canvas(rng: np.random.Generator) -> tuple[Image.Image, ImageDraw.ImageDraw]
     return image, ImageDraw.Draw(image)
 
 
-def _png(image: Image.Image) -> bytes:
-    file = BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
-
-
-def _draw(
-    pen: ImageDraw.ImageDraw,
-    kind: str,
-    colour: tuple[int, int, int],
-    x: float,
-    y: float,
-    radius: float,
-) -> None:
-    box = (x - radius, y - radius, x + radius, y + radius)
-    if kind == "circle":
-        pen.ellipse(box, fill=colour)
-    elif kind == "square":
-        pen.rectangle(box, fill=colour)
-    else:
-        corners = [(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)]
-        pen.polygon(corners, fill=colour)
-
-
 def _row(example: DrawnExample) -> dict[str, Any]:
-    return {
-        "images": [{"bytes": example.png, "path": None}],
-        "problem": IMAGE_PLACEHOLDER + example.question,
-        "answer": example.answer,
-        "task": example.task,
-    }
+    row: dict[str, Any] = {"answer": example.answer, "task": example.task}
+    if len(example.pngs) > 1:
+        problem = VIDEO_PLACEHOLDER + example.question
+        return row | {"images": [], "videos": [video(example.pngs)], "problem": problem}
+    images = [{"bytes": file, "path": None} for file in example.pngs]
+    return row | {"images": images, "problem": IMAGE_PLACEHOLDER + example.question}
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:

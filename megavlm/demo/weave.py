@@ -46,7 +46,9 @@ def draw_weave(rng: np.random.Generator) -> DrawnExample:
     )
     file, looked = _png(picture), _crop(picture, PLACES[tried])
     lessons = _lessons(rng, question, place, file, tried, looked, colours[tried])
-    return DrawnExample(file, question, colours[place], WOVEN, "", "weave", lessons=tuple(lessons))
+    return DrawnExample(
+        (file,), question, colours[place], WOVEN, "", "weave", lessons=tuple(lessons)
+    )
 
 
 def call(place: str) -> str:

@@ -50,6 +50,7 @@ def test_two_turns_are_sampled_and_trained_on(world: World, running: Running) ->
 
 
 OWN: dict[str, dict[str, Any]] = {
+    "single_turn": {"data": {"video_key": "videos"}, "task": "moved"},
     "geo3k": {"reward": {"options": {"bare": True}}},
     "geo3k_calculator": {
         "environment": {

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from megavlm.data.rows import Row
-from megavlm.demo.drawing import COLOURS
-from megavlm.demo.shapes import LEARNT, SHAPE_KINDS, SIZE, write_dataset
+from megavlm.demo.drawing import COLOURS, SHAPE_KINDS
+from megavlm.demo.shapes import LEARNT, SIZE, write_dataset
 from megavlm.tasks.geospot import reward as geospot
 from megavlm.tasks.geospot.demo import PLACES
 from tests.conftest import read_rows

@@ -41,7 +41,7 @@ def test_patches_are_grey_where_the_model_sees_the_whole_picture(
     drawn: list[DrawnExample], side: int
 ) -> None:
     for example in drawn[:20]:
-        seen = np.asarray(decode(example.png).resize((side, side), Image.Resampling.BICUBIC))
+        seen = np.asarray(decode(example.pngs[0]).resize((side, side), Image.Resampling.BICUBIC))
         for box in PLACES.values():
             left, top, right, bottom = (value * side // 1000 for value in box)
             grey = seen[top:bottom, left:right].astype(int)
@@ -92,8 +92,8 @@ def test_the_tool_shows_what_the_warm_start_showed(drawn: list[DrawnExample]) ->
     async def shown(example: DrawnExample) -> bytes:
         context = Context(score, 2, ChatFormat(), max_observation_tokens=48)
         environment = Zoom(context, **options)
-        await environment.reset(Example("?", "", images=(example.png,)), 0)
-        context.shown_sizes[hashlib.sha256(example.png).hexdigest()] = (SHOWN, SHOWN)
+        await environment.reset(Example("?", "", images=example.pngs), 0)
+        context.shown_sizes[hashlib.sha256(example.pngs[0]).hexdigest()] = (SHOWN, SHOWN)
         step = await environment.step(example.lessons[4]["problem"][1]["content"])
         assert step.observation is not None
         label, image = step.observation.messages[0]["content"]
