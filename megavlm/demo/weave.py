@@ -66,7 +66,7 @@ def _lessons(
     looked: bytes,
     colour: str,
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield what the warm start teaches: to see a crop and to answer by it, to give the box of a
+    """Yield the lessons of the warm start: to see a crop and to answer by it, to give the box of a
     place, and the form of an answer and of a call. One response in five calls, and every other call
     is at a random place, so that RL has to teach when to call, and with which box.
 

@@ -93,7 +93,7 @@ class Agent:
         return reward_step(result)
 
     async def _run(self, command: Sequence[str], base_url: str) -> str:
-        """Run a command and return what it prints. Raises RuntimeError if it fails."""
+        """Run a command and return its output. Raises RuntimeError if it fails."""
         folder = Path(self._resources.enter_context(tempfile.TemporaryDirectory()))
         key = base_url.rstrip("/").split("/")[-2]
         process = await asyncio.create_subprocess_exec(
@@ -103,7 +103,7 @@ class Agent:
             stderr=asyncio.subprocess.PIPE,
             env=os.environ | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key},
             start_new_session=True,
-            # It ends with this session's thread, also if this process is killed.
+            # It ends with the thread of the episode, also if this process is killed.
             preexec_fn=partial(_prctl, _PR_SET_PDEATHSIG, signal.SIGKILL),
         )
         self._resources.callback(_kill, process)

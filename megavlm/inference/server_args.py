@@ -174,8 +174,9 @@ def _server_args(config: Config, device: str) -> dict[str, Any]:
 
 
 def _graph_args(config: Config) -> dict[str, int]:
-    """Return the largest number of requests that decode in a CUDA graph: as many as a server of
-    this run has at once. SGLang's default of 256, or 512 from tensor_parallel=4 on, may be below.
+    """Return the largest number of requests that decode in a CUDA graph. It is the number that a
+    server of this run has at once; SGLang's default of 256, or 512 from tensor_parallel=4 on, may
+    be below.
     """
     rollout, algorithm = config.rollout, config.algorithm
     if not isinstance(algorithm, PolicyOptimization):

@@ -98,15 +98,15 @@ class Observer:
         """Return an observation as a row. Without images, <image> in its text is plain text,
         because the environment may repeat the policy's words.
         """
-        # If one message has parts, a placeholder is plain text in all of them.
-        has_parts = any(_is_parts(message.get("content")) for message in messages)
-        read, images = list[Message](), list(observation.images)
-        for message in messages:
-            read.append(_message(message, has_parts))
-            if _is_parts(content := message.get("content")):
-                images += [part.data for part in content if isinstance(part, Image)]
-        if problem := _problem(read, observation):
+        if problem := _problem(messages, len(observation.images)):
             raise self._unusable(base, problem)
+        parted = [message["content"] for message in messages if _is_parts(message["content"])]
+        shown_in_parts = [
+            part.data for parts in parted for part in parts if isinstance(part, Image)
+        ]
+        images = [*observation.images, *shown_in_parts]
+        # If one message has parts, a placeholder is plain text in all of them.
+        read = [_message(message, bool(parted)) for message in messages]
         asked = [m.text for m in read if m.role == "user"][-1:]
         shown = "\n".join(asked or [m.text for m in read])  # the results of all calls of a turn
         alone = read == [Message("user", shown)]
@@ -141,9 +141,9 @@ class Observer:
 
 def _message(message: ChatMessage, has_parts: bool) -> Message:
     keys = {key: value for key, value in message.items() if key not in ("role", "content")}
-    role, content = message.get("role", ""), message.get("content")
-    if not has_parts or (not isinstance(content, str) and not _is_parts(content)):
-        return Message(role, content, keys)  # type: ignore[arg-type]  # `_problem` refuses others
+    role, content = message["role"], message["content"]
+    if not has_parts:
+        return Message(role, content, keys)
     content = [content] if isinstance(content, str) else content
     text = "".join(part if isinstance(part, str) else IMAGE_PLACEHOLDER for part in content)
     return Message(role, text, keys, parts=tuple(map(_part, content)))
@@ -162,21 +162,24 @@ def _part(part: str | Image) -> Mapping[str, str]:
     return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 
 
-def _problem(messages: Sequence[Message], observation: Observation) -> str:
-    """Return why messages cannot be shown to a policy; "" if they can."""
+def _problem(messages: Sequence[ChatMessage], num_images: int) -> str:
+    """Return why messages cannot be shown to a policy; "" if they can. num_images: Number of images
+    beside messages whose content is text.
+    """
     if not messages:
         return "no message"
     for message in messages:
-        if message.role not in ROLES:
-            return f"the role {message.role!r:.40}, which is none of {', '.join(ROLES)}"
-        if not isinstance(message.text, str):
-            return f"the content {message.text!r:.80}"
-    number = len(observation.images)
-    if number and any(message.parts for message in messages):
-        return f"both content in parts and {number} images beside it"
-    marks = sum(message.text.count(IMAGE_PLACEHOLDER) for message in messages)
-    if number and marks not in (0, number):
-        return f"{marks} <image> for {number} images"
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            return f"the role {role!r:.40}, which is none of {', '.join(ROLES)}"
+        if not isinstance(content, str) and not _is_parts(content):
+            return f"the content {content!r:.80}"
+    texts = [message["content"] for message in messages if isinstance(message["content"], str)]
+    if num_images and len(texts) < len(messages):
+        return f"both content in parts and {num_images} images beside it"
+    marks = sum(text.count(IMAGE_PLACEHOLDER) for text in texts)
+    if num_images and marks not in (0, num_images):
+        return f"{marks} <image> for {num_images} images"
     return ""
 
 

@@ -148,7 +148,7 @@ class _Policy(vf.Client):
         return await self.answer
 
     async def _unused(self, *_: Any) -> Any:
-        raise NotImplementedError
+        raise AssertionError("an environment only asks its client for responses")
 
     setup_client = to_native_tool = to_native_prompt = get_native_response = _unused
     raise_from_native_response = from_native_response = close = _unused

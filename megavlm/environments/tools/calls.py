@@ -35,7 +35,7 @@ class MalformedCall(ValueError):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call. arguments: By name; in the form of tags, all values are text."""
+    """A tool call. arguments: Values by name, which are all text in the form of tags."""
 
     name: str
     arguments: Mapping[str, Any]

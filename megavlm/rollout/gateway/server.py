@@ -1,6 +1,6 @@
 """The HTTP server of the gateway. It runs in the asyncio loop that plays the episodes.
 
-    POST /s/KEY/v1/chat/completions    a call of the episode with this session key
+    POST /s/KEY/v1/chat/completions    a call of the episode with this key
     GET  /s/KEY/v1/models              one name
     POST /s/KEY/reward                 a number, or {"reward": ...}: ends the episode
 
@@ -81,7 +81,7 @@ class GatewayServer:
         if key is None:
             key = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if (session := self._sessions.get(key)) is None:
-            raise SessionEnded("there is no episode with this session key, or it has ended")
+            raise SessionEnded("there is no episode with this key, or it has ended")
         return session
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:

@@ -166,7 +166,7 @@ class GatewaySession:
 
     def _check_open(self) -> None:
         if self.ended.done() or self._is_closed:
-            raise SessionEnded("the episode of this session has ended")
+            raise SessionEnded("the episode of this key has ended")
 
     def _forget(self, request: ChatRequest) -> None:
         """Forget the call that a client repeats although its reply was sent."""

@@ -68,7 +68,7 @@ def test_a_number_that_training_cannot_hold_is_a_failure_of_its_step(step: Step)
     [
         ("no observation", "has no observation"),
         ("role", "the role 'robot'"),
-        ("no role", "the role ''"),
+        ("no role", "the role None"),
         ("part", "the content "),
         ("surrogate", "surrogates"),
         ("placeholder", "2 <image> for 1 images"),

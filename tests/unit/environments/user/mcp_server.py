@@ -52,7 +52,7 @@ def end() -> str:
 
 @server.tool()
 def place(context: Context) -> str:
-    """Return the process, and how often this session has called."""
+    """Return the process, and how often this client has called."""
     session = str(context.headers.get("mcp-session-id") if context.headers else "")
     counts[session] = counts.get(session, 0) + 1
     return f"{os.getpid()} {counts[session]}"
