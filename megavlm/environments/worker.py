@@ -18,6 +18,7 @@ from typing import Any
 from megavlm.environments import registry, wire
 from megavlm.environments.base import ChatFormat, Context, Environment
 from megavlm.environments.tools.load import OpenTools, Toolbox, load_tools
+from megavlm.environments.tools.tool import marked_names
 from megavlm.limited.limits import has_children, limit
 from megavlm.limited.wire import frame, receive
 from megavlm.process import allow_open_files
@@ -40,7 +41,7 @@ def main() -> None:
         frame({"id": setup["id"], "error": str(error)})
     )
     cls = registry.load_environment(setup["name"], options, setup["tools"])
-    tools = load_tools(setup["tools"])
+    tools = load_tools(setup["tools"], own=marked_names(cls))
     check(cls, setup["max_turns"], options)
     sys.excepthook = sys.__excepthook__
     control.sendall(frame({"id": setup["id"]}))

@@ -37,14 +37,22 @@ class Toolbox:
         return OpenTools([*self.functions, *tools], sessions)
 
 
-def load_tools(named: Sequence[str]) -> Toolbox:
-    """Import the functions, and list the tools of MCP servers. Raises ValueError for a function
-    that cannot be imported or be a tool, a server that does not start, and two tools of one name.
+def load_tools(named: Sequence[str], own: Sequence[str] = ()) -> Toolbox:
+    """Import the functions, and list the tools of MCP servers. own: Names of the tools that the
+    environment itself has.
+
+    Raises ValueError for a function that cannot be imported or be a tool, a server that does not
+    start, and two tools of one name.
     """
     functions = [_function(name) for name in named if IMPORT_PATH.fullmatch(name)]
     servers = [_server(name) for name in named if not IMPORT_PATH.fullmatch(name)]
     names = [tool.name for tool in functions] + [s["name"] for one in servers for s in one.schemas]
     for name in names:
+        if name in own:
+            raise ValueError(
+                f"environment.tools has a tool named {name}, and so has the environment itself: "
+                "rename one"
+            )
         if names.count(name) > 1:
             raise ValueError(f"environment.tools has two tools named {name}: rename one")
     return Toolbox(functions, servers)

@@ -91,13 +91,18 @@ def tool(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def marked_tools(environment: object) -> list[Tool]:
-    """Return the methods of an object that are marked as tools, in the order in which they are
-    defined.
+    """Return the tools of an environment's class, bound to this environment."""
+    return [Tool.of(getattr(environment, name)) for name in marked_names(type(environment))]
+
+
+def marked_names(environment: type) -> list[str]:
+    """Return the names of the methods of a class that are marked as tools, in the order in which
+    they are defined.
     """
     names: dict[str, None] = {}
-    for cls in reversed(type(environment).__mro__):
+    for cls in reversed(environment.__mro__):
         names |= {name: None for name, value in vars(cls).items() if hasattr(value, _MARK)}
-    return [Tool.of(getattr(environment, name)) for name in names]
+    return list(names)
 
 
 def _content(result: Any) -> Content:

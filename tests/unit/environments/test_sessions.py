@@ -321,6 +321,11 @@ def test_a_recipe_s_tools_are_called_in_processes_with_limits() -> None:
         ("tools", ("session_environments:nothing",), "environment.tools: .*nothing cannot be impo"),
         ("tools", ("session_environments:untyped",), "the tool untyped has no type for its argu"),
         ("session_environments:Keeping", ("session_environments:where",), "calls no tools; set"),
+        (
+            "session_environments:Locating",
+            ("session_environments:where",),
+            "so has the envi",
+        ),
     ],
 )
 def test_tools_that_cannot_be_called_are_refused_before_a_start(

@@ -12,6 +12,8 @@ import uuid
 from typing import Any
 
 from megavlm.environments.base import Context, Observation, Step
+from megavlm.environments.tools.environment import ToolEnvironment
+from megavlm.environments.tools.tool import tool
 from megavlm.rewards.base import Example
 
 TOGETHER = threading.Barrier(32)
@@ -114,3 +116,10 @@ def where() -> str:
 def untyped(place) -> str:  # type: ignore[no-untyped-def]
     """Return the place."""
     return str(place)
+
+
+class Locating(ToolEnvironment):
+    @tool
+    def where(self) -> int:
+        """Return the process of the environment."""
+        return os.getpid()
