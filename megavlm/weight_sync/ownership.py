@@ -29,25 +29,37 @@ class TrainerRanks:
     """Trainer ranks in megatron-core's order: the tensor axis varies fastest, the pipeline stage
     slowest.
 
-    layer_stages: Pipeline stage of each language layer.
+    layer_stages: Pipeline stage of each language layer. per_node: Number of ranks on each node;
+    None if all ranks are on one node.
     """
 
     layout: Layout = field(default_factory=Layout)
     world_size: int = 1
     layer_stages: tuple[int, ...] = ()
+    per_node: int | None = None
 
     @classmethod
     def of(
-        cls, hf_config: Any, layout: Layout, world_size: int, options: ModelOptions
+        cls,
+        hf_config: Any,
+        layout: Layout,
+        world_size: int,
+        options: ModelOptions,
+        per_node: int | None = None,
     ) -> "TrainerRanks":
         """Return the ranks of a run whose layout has passed `check_model_layout`."""
         first, last = options.first_stage_layers, options.last_stage_layers
         layers = hf_config.text_config.num_hidden_layers
-        return cls(layout, world_size, layer_stages(layers, layout, first, last))
+        stages = layer_stages(layers, layout, first, last)
+        return cls(layout, world_size, stages, per_node)
 
     @property
     def per_stage(self) -> int:
         return self.world_size // self.layout.pipeline
+
+    def node(self, rank: int) -> int:
+        """Return the index of the node that a rank is on, as torchrun numbers ranks."""
+        return rank // (self.per_node or self.world_size)
 
     def first_of(self, stage: int) -> int:
         return stage * self.per_stage

@@ -1,5 +1,6 @@
 """Weight updates of rollout servers with the trainer's weights, versioned and verified."""
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -91,7 +92,8 @@ class WeightSync:
         """Build the weight sync of a run."""
         text = hf_config.text_config
         options, adapted = ModelOptions.from_config(config), config.lora
-        trainer = TrainerRanks.of(hf_config, mesh.layout, mesh.world_size, options)
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        trainer = TrainerRanks.of(hf_config, mesh.layout, mesh.world_size, options, per_node)
         changed = trained_entries(entries, options, adapted.targets if adapted.rank else None)
         adapters = None
         if adapted.rank and config.rollout.lora == "adapter":

@@ -77,7 +77,7 @@ def bench_sync(tmp_path: Path) -> None:
         )
         with server:
             keys = {"api_key": server.api_key, "admin_key": server.admin_key}
-            receiver = Receiver(server.url, ranks, "cpu", False, **keys, is_local=True)
+            receiver = Receiver(server.url, ranks, "cpu", False, **keys, node=0)
             print(f"\nserver of {ranks} rank{'s' if ranks > 1 else ''}")
             for adapted in (False, True):
                 arguments = (folder, receiver, tmp_path / "sync", adapted)
@@ -108,7 +108,7 @@ def measure(folder: Path, receiver: Receiver, scratch: Path, adapted: bool) -> l
     everything = sum(stored_bytes(entries, engine, 4))
 
     def sync(kind: str, plan: SyncPlan, adapters: AdapterWeights | None = None) -> WeightSync:
-        one = replace(receiver, is_local=kind != "value")
+        one = replace(receiver, node=None if kind == "value" else 0)
         return WeightSync(
             plan,
             chunks,

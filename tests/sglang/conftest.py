@@ -52,7 +52,7 @@ class Served:
             needs_all=False,
             api_key=server.api_key,
             admin_key=server.admin_key,
-            is_local=True,
+            node=0,
         )
 
     def get(self, path: str) -> dict[str, Any]:

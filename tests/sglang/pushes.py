@@ -192,8 +192,8 @@ def push_and_compare(
     server needs every tensor. `kind`: "value" is "tensor" to a server that may be elsewhere.
     """
     mesh, entries, chunks = trainer.start()
-    local = kind != "value"
-    receivers = FixedReceivers([replace(served.receiver, needs_all=refit, is_local=local)])
+    node = None if kind == "value" else 0
+    receivers = FixedReceivers([replace(served.receiver, needs_all=refit, node=node)])
     way = transport(kind, scratch)
     sync = make_sync(trainer, mesh, entries, chunks, receivers, way, adapters=adapters)
     if adapters:  # the one before is unloaded

@@ -24,9 +24,16 @@ class ServerHandle:
     required: Requirements = field(default_factory=Requirements)
 
     @property
+    def node(self) -> int | None:
+        """Trainer node whose memory the server can open; see Receiver. The trainer's rank 0 starts
+        managed servers on its own node.
+        """
+        return None if self.server is None else 0
+
+    @property
     def is_local(self) -> bool:
         """True if the server can read this process's files; see Address."""
-        return self.server is not None
+        return self.node == 0
 
     @property
     def address(self) -> Address:

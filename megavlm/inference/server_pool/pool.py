@@ -115,7 +115,7 @@ class ServerPool(ServerRecords):
             needs_all=self._records[handle.url].version is None,
             api_key=handle.api_key,
             admin_key=handle.admin_key,
-            is_local=handle.is_local,
+            node=handle.node,
         )
 
     # Routing: for the rollout client

@@ -12,8 +12,10 @@ class Receiver:
     tensor_parallel: Number of its ranks. device: "cpu" or "cuda". needs_all: True if it started,
     restarted or failed a push, so that it needs every tensor and not only the ones that training
     changes. api_key, admin_key: Keys for its read and its admin endpoints; they are left out of the
-    repr, so that no log has them. is_local: True if its ranks run on this machine as this user, so
-    that they can read this process's files.
+    repr, so that no log has them. node: Index of the trainer's node on which its ranks run, as the
+    same user as the trainer ranks there, so that they can open these ranks' files and GPU memory;
+    None if it shares no memory with a trainer rank. Global rank r is on node r //
+    LOCAL_WORLD_SIZE.
     """
 
     url: str
@@ -22,7 +24,7 @@ class Receiver:
     needs_all: bool
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
-    is_local: bool = False
+    node: int | None = None
 
 
 class Receivers(Protocol):

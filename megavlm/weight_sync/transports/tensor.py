@@ -51,7 +51,7 @@ class TensorDelivery(Delivery):
         attempt, bodies, num_bytes = self._attempt, dict[str, Mapping[str, Any]](), 0
         made: dict[tuple[ServerLayout, frozenset[str]], list[Flat]] = {}
         whole: tuple[Tensor, Any] | None = None
-        local = {receiver.url for receiver in attempt.receivers if receiver.is_local}
+        local = {receiver.url for receiver in attempt.receivers if receiver.node == 0}
         with _Texts() as texts:  # tensors and files live until all servers have answered
             for url in bucket.urls:
                 layout, names = attempt.layouts[url], attempt.parameters.get(url)

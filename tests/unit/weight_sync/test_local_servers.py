@@ -45,7 +45,8 @@ def open_files() -> list[str]:
 def test_a_local_server_maps_what_another_is_sent(dtype: torch.dtype) -> None:
     with Loading() as local, Loading() as other, control_client() as http:
         urls = (local.url, other.url)
-        receivers = tuple(Receiver(url, 1, "cpu", False, is_local=url == local.url) for url in urls)
+        nodes = {local.url: 0, other.url: None}
+        receivers = tuple(Receiver(url, 1, "cpu", False, node=nodes[url]) for url in urls)
         layouts = dict.fromkeys(urls, ServerLayout(1))
         names = dict.fromkeys(urls, frozenset({NAME}))
         attempt = SyncAttempt(receivers, layouts, (), urls, names)

@@ -182,8 +182,8 @@ def pushes(urls: Sequence[str], versions: Sequence[int], kind: str) -> dict[str,
     trainer = TrainerRanks(Layout(pipeline=size), size, stages)
     plan = SyncPlan(ENTRIES, trainer, frozenset(range(len(ENTRIES))))
     model = Model(plan)
-    local = kind == "local"
-    receivers = FixedReceivers([Receiver(url, 2, "cpu", True, is_local=local) for url in urls])
+    node = 0 if kind == "local" else None
+    receivers = FixedReceivers([Receiver(url, 2, "cpu", True, node=node) for url in urls])
     way = (
         DistributedTransport("127.0.0.1", timeout=scaled(30))
         if kind == "distributed"
