@@ -18,18 +18,28 @@ ALIGNMENT = 16  # tensors start at multiples of this many bytes, which suits eve
 
 
 class HostCopy:
-    """Host memory for a copy of contiguous tensors, allocated once. It is pinned on a machine with
-    a GPU, so that copies run asynchronously and at the speed of the link.
+    """Host memory for a copy of contiguous tensors. It is allocated once, and pinned on a machine
+    with a GPU: pinning is slow, and pinned memory is copied asynchronously at the speed of the
+    link.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        left = sum(x.nbytes + -x.nbytes % ALIGNMENT for x in tensors)
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        self._tensors: Sequence[Tensor] = ()
         self._blocks: list[Tensor] = []
-        while left > 0:
-            size = min(left, BLOCK_BYTES)
-            self._blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=platform.has_gpu()))
-            left -= size
+        self.hold(tensors)
+
+    def hold(self, tensors: Sequence[Tensor]) -> None:
+        """Make this the copy of other tensors. Only memory that is missing is allocated."""
+        self._tensors = tensors
+        needed = sum(x.nbytes + -x.nbytes % ALIGNMENT for x in tensors)
+        if needed > sum(map(len, self._blocks)):
+            if self._blocks and len(self._blocks[-1]) < BLOCK_BYTES:
+                self._blocks.pop()  # places are counted in full blocks
+            left = needed - BLOCK_BYTES * len(self._blocks)
+            for start in range(0, left, BLOCK_BYTES):
+                size = min(left - start, BLOCK_BYTES)
+                block = torch.empty(size, dtype=torch.uint8, pin_memory=platform.has_gpu())
+                self._blocks.append(block)
 
     def save(self) -> None:
         """Copy the tensors to the host."""
@@ -56,7 +66,8 @@ class HostCopy:
 
 
 class Offloadable:
-    """A set of tensors whose memory moves to the host and back.
+    """A set of tensors whose memory moves to the host and back. Copies are only queued; the memory
+    on the host is kept for the next time.
 
     tensors: Returns the tensors. It is called each time they move to the host.
     keep: True if their contents are restored; otherwise the contents are undefined afterwards.
@@ -65,14 +76,14 @@ class Offloadable:
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, keep: bool = True) -> None:
         self._tensors, self._keep = tensors, keep
         self._away: list[tuple[torch.UntypedStorage, int]] = []
-        self._host: HostCopy | None = None
+        self._host = HostCopy()
 
     def to_host(self) -> None:
         assert not self._away, "it is on the host already"
         storages = distinct_storages(self._tensors())
         self._away = [(storage, storage.nbytes()) for storage in storages]
         if self._keep:
-            self._host = HostCopy([_bytes(storage) for storage in storages])
+            self._host.hold([_bytes(storage) for storage in storages])
             self._host.save()
         for storage in storages:
             # A storage that was shared with numpy cannot be resized; it is in host memory anyway.
@@ -83,9 +94,9 @@ class Offloadable:
         for storage, size in self._away:
             if storage.resizable():
                 storage.resize_(size)
-        if self._host is not None:
-            self._host.load()
-        self._away, self._host = [], None
+        self._host.load()
+        self._host.hold(())  # or it would keep tensors alive that the optimizer has dropped
+        self._away = []
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

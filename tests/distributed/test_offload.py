@@ -105,6 +105,23 @@ def test_views_share_a_storage_that_leaves_once(
     assert whole[0] == 9, "still a view of it"
 
 
+def test_memory_on_the_host_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning takes longer than copying. State of the optimizer may come later, in further blocks."""
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 64)
+    tensors = [torch.arange(12.0), torch.arange(5.0)]
+    part = Offloadable(lambda: tensors)
+    places = []
+    for number in range(4):
+        if number == 2:
+            tensors.append(torch.arange(20.0))
+        part.to_host()
+        places.append([block.data_ptr() for block in part._host._blocks])
+        part.to_device()
+    assert places[0] == places[1] and places[2] == places[3]
+    assert (len(places[1]), len(places[2])) == (2, 3) and places[1][0] == places[2][0]
+    assert [x.tolist() for x in tensors] == [[*range(n)] for n in (12, 5, 20)]
+
+
 def test_what_is_not_kept_comes_back_as_room_alone() -> None:
     gradient = torch.ones(4)
     part = Offloadable(lambda: [gradient], keep=False)
