@@ -15,7 +15,7 @@ from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.handle import ServerHandle
-from megavlm.inference.server_pool.memory import ServerMemory
+from megavlm.inference.server_pool.memory import TAGS, ServerMemory
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.requirements import Requirements
 from megavlm.inference.server_pool.router import BehindRouter
@@ -78,7 +78,7 @@ def connect(
             return
         with ServerMemory(server_pool, rollout) as memory:
             if needs_refit:  # the trainer needs the memory first
-                memory.release(["kv_cache", "weights"])
+                memory.release(TAGS)
             yield Connection(client, server_pool, memory)
 
 

@@ -43,9 +43,10 @@ LINEAR_CPU_ARGS: ServerArgs = {
 GPU_ARGS: ServerArgs = {"prefill_decode_interval": 0}
 MAX_GRAPH_REQUESTS = 1024  # CUDA graphs of more would take gigabytes and minutes of a start
 IMAGE_CACHE_MB = 512  # features of 50 images of one megapixel of a 7B
-# With a copy of the weights in host memory, weights that training does not change need not be sent
-# again.
-SHARED_GPU_ARGS: ServerArgs = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+# SGLang keeps no copy of released weights in host memory: each push sends all of them, from GPU to
+# GPU, which takes less time than copying them to the host and back. It cannot release the memory of
+# its graphs of prefills, and does not start with them.
+SHARED_GPU_ARGS: ServerArgs = {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ class ServerOptions:
             variables["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
         elif self.device == "cuda":  # SGLang turns it off for Qwen3-VL on Hopper, if it is not set
             variables["SGLANG_VLM_CACHE_SIZE_MB"] = str(IMAGE_CACHE_MB)
+        if self.server_args.get("enable_memory_saver"):
+            variables["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # release the memory of graphs, too
         if self.dtype == "float32":
             # SGLang's default of bfloat16, even in a float32 model, changes log-probs by 1e-1.
             variables["SGLANG_MAMBA_CONV_DTYPE"] = "float32"

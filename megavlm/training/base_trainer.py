@@ -6,6 +6,7 @@ from typing import Any
 
 from megavlm.checkpointing.save import PendingSave
 from megavlm.config.algorithm import PolicyOptimization
+from megavlm.inference.server_pool.memory import keeps_weights
 from megavlm.parallel import platform
 from megavlm.parallel.offload import Offloadable
 from megavlm.training.colocate import SharedMemory, trainer_memory
@@ -53,7 +54,12 @@ class BaseTrainer:
             driver.start(state.step, driver_state)
         if self.sync is not None and state.config.rollout.colocate:
             servers = None if connection is None else connection.memory
-            memory = SharedMemory(self.offloadable(), servers, state.mesh)
+            memory = SharedMemory(
+                self.offloadable(),
+                servers,
+                state.mesh,
+                keeps_weights=keeps_weights(state.config.rollout),
+            )
         server_pool = None if connection is None else connection.server_pool
         self.weights = WeightPusher(state, self.sync, server_pool, memory)
         if self.sync is not None:

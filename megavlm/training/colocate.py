@@ -8,7 +8,7 @@ from typing import Any, Literal
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from megavlm.inference.server_pool.memory import ServerMemory
+from megavlm.inference.server_pool.memory import TAGS, ServerMemory
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import barrier
 from megavlm.parallel.mesh import Mesh
@@ -22,7 +22,7 @@ CRITIC = ("critic_parameters", "critic_gradients", "critic_optimizer")  # parts 
 RESIDENT: dict[MemoryPhase, tuple[str, ...]] = {
     "train": ("parameters", "gradients", "optimizer", *CRITIC),
     "push": ("parameters", "weights"),
-    "generate": ("weights", "kv_cache"),
+    "generate": TAGS,
 }
 
 
@@ -51,14 +51,26 @@ class SharedMemory:
     """Switches shared GPUs between trainer and servers.
 
     It starts in the training phase, with the servers' memory released. servers: The servers'
-    memory, on the driver only. Every method is collective.
+    memory, on the driver only. keeps_weights: True if servers still have their weights after they
+    released them. Every method is collective.
     """
 
     def __init__(
-        self, trainer: Mapping[str, Offloadable], servers: ServerMemory | None, mesh: Mesh
+        self,
+        trainer: Mapping[str, Offloadable],
+        servers: ServerMemory | None,
+        mesh: Mesh,
+        *,
+        keeps_weights: bool,
     ) -> None:
         self._trainer, self._servers, self._mesh = trainer, servers, mesh
+        self._keeps_weights = keeps_weights
         self._phase: MemoryPhase = "train"
+
+    @property
+    def needs_push(self) -> bool:
+        """True if the servers lack weights until the next push."""
+        return not self._keeps_weights and "weights" not in RESIDENT[self._phase]
 
     def switch(self, phase: MemoryPhase) -> None:
         """Release what `phase` does not need on every rank, then load what it needs."""

@@ -67,6 +67,8 @@ class WeightPusher:
         Meanwhile the other ranks take part in the pushes that `work` requests by `refit`.
         """
         mesh, result = self._state.mesh, None
+        if self.memory is not None and self.memory.needs_push:
+            self.push()
         self.switch_memory("generate")
         if mesh.is_driver:
             result = work()

@@ -106,7 +106,7 @@ def test_views_share_a_storage_that_leaves_once(
 
 
 def test_memory_on_the_host_is_allocated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinning takes longer than copying. State of the optimizer may come later, in further blocks."""
+    """Pinning takes longer than copying. State of the optimizer may come later, in more blocks."""
     monkeypatch.setattr(offload, "BLOCK_BYTES", 64)
     tensors = [torch.arange(12.0), torch.arange(5.0)]
     part = Offloadable(lambda: tensors)

@@ -17,7 +17,7 @@ from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.handle import ServerHandle
-from megavlm.inference.server_pool.memory import ServerMemory
+from megavlm.inference.server_pool.memory import TAGS, ServerMemory
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from tests.conftest import DATA
@@ -82,9 +82,9 @@ def test_memory_released_and_taken_back(served: Served) -> None:
             before = client.generate(asked, n=1, sampling=how)
             with ServerMemory(pool, Rollout(request_timeout=scaled(180))) as memory:
                 for _ in range(2):
-                    memory.release(["kv_cache", "weights"])
+                    memory.release(TAGS)
                     memory.resume(["weights"], starts=False)
-                    memory.resume(["kv_cache"], starts=True)
+                    memory.resume(TAGS, starts=True)
             assert pool.record(server.url).state is State.HEALTHY
             after = client.generate(asked, n=1, sampling=how)
     assert [r.token_ids for (r,) in before] == [r.token_ids for (r,) in after]

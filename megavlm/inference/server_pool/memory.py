@@ -1,4 +1,4 @@
-"""GPU memory that servers release and resume, by SGLang's tags: weights, kv_cache.
+"""GPU memory that servers release and resume, by SGLang's tags.
 
 A server must be idle when it releases memory, and may resume only memory that it released, or its
 scheduler dies. So the released tags of each server are recorded here. While any memory is released,
@@ -19,7 +19,15 @@ from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.inference.server_pool.state import State
 from megavlm.parallel import platform
 
+TAGS = ("weights", "kv_cache", "cuda_graph")  # all that a server releases
 FLUSH_CACHE = "/flush_cache?timeout=20"  # wait up to 20 s for the scheduler
+
+
+def keeps_weights(rollout: Rollout) -> bool:
+    """Return True if a server that releases its weights has them again when it resumes their
+    memory; otherwise it needs all weights again.
+    """
+    return bool(rollout.server_args.get("enable_weights_cpu_backup")) or not platform.has_gpu()
 
 
 class ServerMemory:
@@ -28,10 +36,7 @@ class ServerMemory:
     """
 
     def __init__(self, server_pool: ServerPool, rollout: Rollout) -> None:
-        self._server_pool = server_pool
-        # Without a copy in host memory, a server that resumes its memory needs all weights again.
-        backup = rollout.server_args.get("enable_weights_cpu_backup", True)
-        self._keeps_weights = bool(backup) or not platform.has_gpu()
+        self._server_pool, self._keeps_weights = server_pool, keeps_weights(rollout)
         self._released: defaultdict[str, list[str]] = defaultdict(list)
         self._http = httpx.Client(timeout=rollout.request_timeout, trust_env=False)
 
@@ -53,9 +58,9 @@ class ServerMemory:
             self._post(receiver, "/continue_generation", {})
             if not released:  # otherwise nothing has run since
                 self._post(receiver, FLUSH_CACHE, {})
-            for tag in fresh:
-                self._post(receiver, "/release_memory_occupation", {"tags": [tag]})
-                released.append(tag)
+            if fresh:
+                self._post(receiver, "/release_memory_occupation", {"tags": fresh})
+                released += fresh
 
         self._on_each(release_one)
 
@@ -65,13 +70,14 @@ class ServerMemory:
         """
 
         def resume_one(receiver: Receiver) -> None:
-            for tag in tags:
-                if tag in self._released[receiver.url]:
-                    self._post(receiver, "/resume_memory_occupation", {"tags": [tag]})
-                    self._released[receiver.url].remove(tag)
-                    if tag == "weights" and not self._keeps_weights:
-                        reason = "its weights were released without a copy"
-                        self._server_pool.wrong_version(receiver.url, reason)
+            released = self._released[receiver.url]
+            wanted = [tag for tag in tags if tag in released]
+            if wanted:
+                self._post(receiver, "/resume_memory_occupation", {"tags": wanted})
+                self._released[receiver.url] = [tag for tag in released if tag not in wanted]
+            if "weights" in wanted and not self._keeps_weights:
+                reason = "its weights were released without a copy"
+                self._server_pool.wrong_version(receiver.url, reason)
 
         self._on_each(resume_one)
         if starts:

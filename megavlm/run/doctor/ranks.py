@@ -18,6 +18,7 @@ from megavlm.data.rows import Row
 from megavlm.families import family
 from megavlm.inference.connect import Connection, connect
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
+from megavlm.inference.server_pool.memory import TAGS
 from megavlm.models.build import build_model
 from megavlm.models.common.attention_backends import BACKENDS, choose_backend
 from megavlm.models.common.config import ModelOptions
@@ -171,7 +172,7 @@ def _sync(
             memory.resume(["weights"], starts=False)
         report = sync.update_weights(1, full=True)
         if memory is not None:
-            memory.resume(["kv_cache"], starts=True)
+            memory.resume(TAGS, starts=True)
     except (WeightSyncError, RolloutServerError) as error:
         return Finding("FAIL", "sync", str(error))
     finally:

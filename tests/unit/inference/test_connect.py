@@ -114,14 +114,18 @@ def test_what_external_servers_must_be(write_recipe: Any, freeze: bool, needs_re
     assert one.required.fresh_images == (needs_refit and not freeze)
 
 
-def test_sharing_keeps_a_copy_of_the_weights_on_the_host(write_recipe: Any) -> None:
+def test_servers_on_shared_gpus_can_release_all_memory(write_recipe: Any) -> None:
+    """Weights without a copy on the host, and graphs."""
     recipe = write_recipe(rollout={"colocate": True})
     assert server_args(recipe, "cpu") == {}
-    shared = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    shared = {"enable_memory_saver": True, "disable_prefill_cuda_graph": True}
     assert server_args(recipe, "cuda").items() >= shared.items()
-    without = {"colocate": True, "server_args": {"enable_weights_cpu_backup": False}}
-    recipe = write_recipe(rollout=without)
-    assert server_args(recipe, "cuda").items() >= (shared | without["server_args"]).items()
+    assert "enable_weights_cpu_backup" not in server_args(recipe, "cuda")
+    options = ServerOptions.from_config(load(recipe), "model", "cuda")
+    assert options.variables()["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+    alone = ServerOptions.from_config(load(write_recipe()), "model", "cuda")
+    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in alone.variables()
+    assert not server_args(write_recipe(), "cuda").keys() & shared.keys()
 
 
 @pytest.mark.parametrize(

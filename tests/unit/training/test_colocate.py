@@ -37,11 +37,13 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def shared(log: list[str], names: tuple[str, ...] = POLICY) -> SharedMemory:
+def shared(
+    log: list[str], names: tuple[str, ...] = POLICY, *, keeps_weights: bool = True
+) -> SharedMemory:
     parts: Any = {name: Recorder(log, name) for name in names}
     servers: Any = Recorder(log)
     mesh: Any = None
-    return SharedMemory(parts, servers, mesh)
+    return SharedMemory(parts, servers, mesh, keeps_weights=keeps_weights)
 
 
 def test_the_order_of_a_step(log: list[str]) -> None:
@@ -52,11 +54,21 @@ def test_the_order_of_a_step(log: list[str]) -> None:
         "-optimizer -gradients",
         " +weights",
         " -parameters",
-        " +kv_cache may start",
-        " -kv_cache -weights",
+        " +kv_cache +cuda_graph may start",
+        " -cuda_graph -kv_cache -weights",
         " +parameters +gradients +optimizer",
         "",
     ]
+
+
+def test_weights_that_were_released_without_a_copy_are_pushed_again(log: list[str]) -> None:
+    gpus = shared(log, keeps_weights=False)
+    seen = []
+    for phase in ("push", "generate", "train", "push"):
+        gpus.switch(phase)
+        seen.append(gpus.needs_push)
+    assert seen == [False, False, True, False]
+    assert not shared(log).needs_push, "the servers have a copy"
 
 
 def test_a_critic_is_there_in_training_alone(log: list[str]) -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from megavlm.inference.errors import ServersFailed, TrainerFault, WeightSyncError
+from megavlm.inference.server_pool.state import State
 from megavlm.training.base_trainer import BaseTrainer
+from megavlm.training.colocate import SharedMemory
 from megavlm.training.driver import Driver
 from megavlm.training.step.planner import StepPlanner
 from megavlm.training.weight_push import WeightPusher
@@ -22,6 +24,12 @@ class ServerPool:
 
     def wait_for_receivers(self) -> None:
         pass
+
+    def wait_while(self, *states: State) -> None:
+        pass
+
+    def answering(self) -> list[str]:
+        return ["a"]
 
 
 class Sync:
@@ -41,14 +49,33 @@ class Sync:
         return SyncReport(seconds=0.1, bytes=7, tensors=2, checked=3, servers=1)
 
 
-def pusher(*errors: WeightSyncError) -> Any:
-    """A pusher whose first pushes fail with these errors."""
+def pusher(*errors: WeightSyncError, keeps_weights: bool | None = None) -> Any:
+    """A pusher whose first pushes fail with these errors. keeps_weights: None for servers that have
+    GPUs of their own.
+    """
     is_driver = dist.get_rank() == 0
     mesh = SimpleNamespace(objects=None, is_driver=is_driver)
     state: Any = SimpleNamespace(step=3, mesh=mesh)
     server_pool: Any = ServerPool() if is_driver else None
     sync: Any = Sync(errors)
-    return WeightPusher(state, sync, server_pool, None)
+    memory = None
+    if keeps_weights is not None:
+        memory = SharedMemory({}, None, state.mesh, keeps_weights=keeps_weights)
+    return WeightPusher(state, sync, server_pool, memory)
+
+
+def works_twice(keeps_weights: bool) -> int:
+    weights = pusher(keeps_weights=keeps_weights)
+    for _ in range(2):
+        weights.run_on_driver(lambda: None)
+    return len(weights.take_reports())
+
+
+@pytest.mark.parametrize(("keeps_weights", "pushes"), [(True, 0), (False, 2)])
+def test_servers_that_have_released_their_weights_get_them_first(
+    keeps_weights: bool, pushes: int
+) -> None:
+    assert launch(2, works_twice, keeps_weights) == [pushes] * 2
 
 
 def refits_twice() -> Any:
