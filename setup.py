@@ -37,6 +37,7 @@ setup(
         "megatron-core==0.16.1",
         "numpy>=2.0",
         "omegaconf>=2.3",
+        "orjson>=3.10",
         "pillow>=11.0",
         "psutil>=6.0",
         "pyarrow>=18.0",

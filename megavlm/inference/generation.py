@@ -446,4 +446,4 @@ class GenerationBatch:
 
 
 def _has_tokens(responses: Sequence[Response]) -> bool:
-    return any(response.token_ids for response in responses)
+    return any(len(response.token_ids) for response in responses)

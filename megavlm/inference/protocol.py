@@ -9,15 +9,17 @@ server_support/megavlm_videos.py.
 
 import base64
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import numpy as np
+import numpy.typing as npt
+import orjson
 
 from megavlm.inference.errors import RolloutRequestError
-from megavlm.numbers import is_float32
+from megavlm.numbers import LARGEST
 
 if TYPE_CHECKING:
     from megavlm.data.image_processing import ProcessedImage
@@ -77,7 +79,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Response:
     """One sampled response of T tokens, including its end-of-turn token if it has one.
 
@@ -87,8 +89,8 @@ class Response:
     versions of all tokens, in order.
     """
 
-    token_ids: tuple[int, ...]  # [T]
-    logprobs: tuple[float, ...]  # [T]
+    token_ids: npt.NDArray[np.int32]  # [T]
+    logprobs: npt.NDArray[np.float32]  # [T]
     finish: str
     weight_version: str
     spans: tuple[VersionSpan, ...] = ()
@@ -108,8 +110,8 @@ class Response:
             else:
                 spans.append(VersionSpan(span.version, start, end))
         return Response(
-            self.token_ids + rest.token_ids,
-            self.logprobs + rest.logprobs,
+            np.concatenate([self.token_ids, rest.token_ids]),
+            np.concatenate([self.logprobs, rest.logprobs]),
             rest.finish,
             rest.weight_version,
             tuple(spans),
@@ -158,7 +160,7 @@ def continue_body(
     responses; SGLang accepts several images only as a list per response.
     """
     body: dict[str, Any] = {
-        "input_ids": [[*prompt.request_ids, *response.token_ids] for response in begun],
+        "input_ids": [[*prompt.request_ids, *response.token_ids.tolist()] for response in begun],
         "sampling_params": [
             {"n": 1, **_parameters(sampling, sampling.max_new_tokens - len(response.token_ids))}
             for response in begun
@@ -208,7 +210,7 @@ def json_object(reply: httpx.Response) -> dict[str, Any]:
 
 def _with_media(body: Mapping[str, Any], media: Mapping[str, Sequence[Body]]) -> list[Body]:
     """Return a body's JSON with further keys appended. Their long texts are not copied."""
-    parts: list[Body] = [json.dumps(body).encode()[:-1]]
+    parts: list[Body] = [orjson.dumps(body)[:-1]]
     for key, values in media.items():
         parts += [f', "{key}": '.encode(), *values]
     return [*parts, b"}"]
@@ -249,7 +251,7 @@ def processed_media(prompt: "Prompt") -> list[Body]:
         "num_tokens": len(prompt.token_ids),
         "next_position": prompt.next_position,
     }
-    text = json.dumps(header).encode()
+    text = orjson.dumps(header)
     tensors = [prompt.positions.int().contiguous(), *(image.content for image in prompt.images)]
     contents = [tensor.numpy().data.cast("B") for tensor in tensors]
     return [len(text).to_bytes(8, "little"), text, *contents]
@@ -276,7 +278,7 @@ def parse_generate(
     items = _items(answer, len(prompts) * n)
     return [
         [
-            _response(item["meta_info"], prompt, (), sampling)
+            _response(item["meta_info"], prompt, 0, sampling)
             for item in items[index * n : (index + 1) * n]
         ]
         for index, prompt in enumerate(prompts)
@@ -291,7 +293,7 @@ def parse_continue(
     """
     items = _items(answer, len(begun))
     return [
-        response.then(_response(item["meta_info"], prompt, response.token_ids, sampling))
+        response.then(_response(item["meta_info"], prompt, len(response.token_ids), sampling))
         for item, response in zip(items, begun, strict=True)
     ]
 
@@ -304,26 +306,26 @@ def _items(answer: Any, count: int) -> list[Any]:
 
 
 def _response(
-    meta: Mapping[str, Any], prompt: "Prompt", before: Sequence[int], sampling: Sampling
+    meta: Mapping[str, Any], prompt: "Prompt", num_before: int, sampling: Sampling
 ) -> Response:
-    tokens = tuple(int(token) for _, token, *_ in meta["output_token_logprobs"])
-    logprobs = tuple(float(logprob) for logprob, *_ in meta["output_token_logprobs"])
-    finish = _finish(meta["finish_reason"], tokens, len(before), sampling)
-    if not tokens and finish != ABORT:
+    """Return a response, or its continuation after num_before tokens."""
+    tokens, logprobs = _arrays(meta["output_token_logprobs"])
+    finish = _finish(meta["finish_reason"], tokens, num_before, sampling)
+    if not len(tokens) and finish != ABORT:
         raise ValueError(f"a response without a token ended with {finish}")
     if finish != ABORT:  # the counts of an aborted response may lag
         counted = meta.get("completion_tokens", len(tokens))
-        if counted != len(tokens) or len(before) + len(tokens) > sampling.max_new_tokens:
+        if counted != len(tokens) or num_before + len(tokens) > sampling.max_new_tokens:
             raise ValueError(
                 f"a response of {counted} tokens has {len(tokens)} log-probs, but may have "
-                f"{sampling.max_new_tokens - len(before)}"
+                f"{sampling.max_new_tokens - num_before}"
             )
-    if not all(map(is_float32, logprobs)):
+    if not (np.abs(logprobs) <= LARGEST).all():  # NaN is not either
         raise ValueError("a response has log-probs that are not finite")
-    if not all(0 <= token < sampling.vocab_size for token in tokens):
+    if not ((tokens >= 0) & (tokens < sampling.vocab_size)).all():
         raise ValueError(f"a response has a token beyond the {sampling.vocab_size} of the model")
-    if tokens:  # a response that was aborted in the queue has no counts yet
-        counted, expected = meta["prompt_tokens"], len(prompt.token_ids) + len(before)
+    if len(tokens):  # a response that was aborted in the queue has no counts yet
+        counted, expected = meta["prompt_tokens"], len(prompt.token_ids) + num_before
         if counted != expected:
             raise RolloutRequestError(
                 f"{prompt.row.source}: the rollout server counts {counted} prompt tokens and "
@@ -332,8 +334,8 @@ def _response(
     version = str(meta["weight_version"])
     spans = meta.get("weight_versions") or [{"version": version, "start": 0, "end": len(tokens)}]
     return Response(
-        token_ids=tokens,
-        logprobs=logprobs,
+        token_ids=tokens.astype(np.int32),
+        logprobs=logprobs.astype(np.float32),
         finish=finish,
         weight_version=version,
         spans=tuple(
@@ -344,12 +346,23 @@ def _response(
     )
 
 
+def _arrays(
+    items: Sequence[Sequence[Any]],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Return the tokens and their log-probs, of items that begin with log-prob and token."""
+    logprobs, tokens, *_ = zip(*items, strict=True) if items else ((), ())
+    return (
+        np.fromiter(tokens, np.int64, len(tokens)),
+        np.fromiter(logprobs, np.float64, len(logprobs)),
+    )
+
+
 def _finish(
-    reason: Mapping[str, Any], tokens: Sequence[int], num_before: int, sampling: Sampling
+    reason: Mapping[str, Any], tokens: npt.NDArray[np.int64], num_before: int, sampling: Sampling
 ) -> str:
     # On an abort the running step still ends, and its token may happen to finish the response.
     finish = str(reason["type"])
-    if finish == ABORT and tokens:
+    if finish == ABORT and len(tokens):
         if tokens[-1] in sampling.stop_ids:
             return "stop"
         if num_before + len(tokens) == sampling.max_new_tokens:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import orjson
 
 from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import (
@@ -169,7 +170,7 @@ class Request:
                     f"{reply.text[:500]}"
                 )
             reply.raise_for_status()
-            return self.parse(reply.json(), sampling)
+            return self.parse(orjson.loads(reply.content), sampling)
         except TimeoutError as error:
             raise RequestTimedOut(
                 f"no whole answer within {seconds:g} s (rollout.request_timeout="

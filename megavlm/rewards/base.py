@@ -23,9 +23,12 @@ of them is a list with one item for each response.
 The function may be async.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class ResponseDetails:
 
     finish_reason: str = "stop"
     turns: tuple[str, ...] = ()
-    token_ids: tuple[int, ...] = ()
+    token_ids: Sequence[int] | npt.NDArray[np.int32] = ()
 
 
 class RewardStop(RuntimeError):

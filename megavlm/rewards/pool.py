@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+
 from megavlm.limited.pool import ProcessPool
 from megavlm.limited.process import LimitedProcess
 from megavlm.rewards.base import ResponseDetails
@@ -57,6 +59,8 @@ class RewardPool:
             for name in self.takes[function].context:
                 if name == "images":  # sent once, because all responses are to the same images
                     context[name] = [base64.b64encode(image).decode() for image in images]
+                elif name == "token_ids":
+                    context[name] = [np.asarray(of_one.token_ids).tolist() for of_one in details]
                 else:
                     context[name] = [getattr(of_one, name) for of_one in details]
             request = {

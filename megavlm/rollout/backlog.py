@@ -1,8 +1,12 @@
 """The backlog: groups that were started and not trained on, and their form in a checkpoint."""
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from megavlm.data.processor import Prompt
 from megavlm.inference.errors import RolloutServerError
@@ -44,11 +48,11 @@ class TimedOutGroups:
 
 
 def group_state(group: Group, responses: Sequence[Response]) -> dict[str, Any]:
-    """Return a group's row, step and first-turn responses as plain values."""
+    """Return a group's row, step and first-turn responses as values of JSON."""
     return {
         "row": group.prompt.row.index,
         "step": group.step,
-        "responses": [asdict(response) for response in responses],
+        "responses": [_values(response) for response in responses],
     }
 
 
@@ -61,11 +65,28 @@ def restored_group(values: Mapping[str, Any], prompt: Callable[[int], Prompt]) -
     return Group(prompt(values["row"]), responses, step=values.get("step"))
 
 
+def _values(response: Response) -> dict[str, Any]:
+    """Return a response as values of JSON. Its arrays are bytes in base64, little endian."""
+    return {
+        "token_ids": base64.b64encode(response.token_ids.astype("<i4").tobytes()).decode(),
+        "logprobs": base64.b64encode(response.logprobs.astype("<f4").tobytes()).decode(),
+        "finish": response.finish,
+        "weight_version": response.weight_version,
+        "spans": [asdict(span) for span in response.spans],
+    }
+
+
+def _array(values: str | Sequence[float], dtype: str) -> npt.NDArray[Any]:
+    if not isinstance(values, str):  # older checkpoints have lists
+        return np.array(values, dtype)
+    return np.frombuffer(base64.b64decode(values), dtype).copy()  # bytes cannot be written
+
+
 def _response(values: Mapping[str, Any]) -> Response:
     """Restore a response from its values in a state."""
     return Response(
-        token_ids=tuple(values["token_ids"]),
-        logprobs=tuple(values["logprobs"]),
+        token_ids=_array(values["token_ids"], "<i4"),
+        logprobs=_array(values["logprobs"], "<f4"),
         finish=values["finish"],
         weight_version=values["weight_version"],
         spans=tuple(VersionSpan(**span) for span in values["spans"]),

@@ -15,6 +15,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.schema import Config
 from megavlm.data.chat import Message
@@ -321,7 +323,8 @@ class EpisodeRunner:
                     await self._step(episode, following)
 
     async def _step(self, episode: Episode, response: Response) -> None:
-        text, prompt = self._processor.decode(response.token_ids), episode.next_prompt
+        ids, prompt = response.token_ids.tolist(), episode.next_prompt
+        text = self._processor.decode(ids)
         environment, following = episode.environment, None
         assert prompt is not None and environment is not None
         sizes = {image.digest.hex(): image.shown_size for image in prompt.images}
@@ -336,7 +339,7 @@ class EpisodeRunner:
                     )
                 num_first = len((episode.prompts or [prompt])[0].images)
                 following, counts = self._observer.next_prompt(
-                    prompt, response.token_ids, step.observation, num_first
+                    prompt, ids, step.observation, num_first
                 )
                 episode.count(counts)
         except CallFailure as failure:
@@ -354,8 +357,8 @@ class EpisodeRunner:
         image token.
         """
         ids = response.token_ids
-        is_whole = bool(ids) and ids[-1] == self._processor.eos_id
-        vision = set(ids) & set(self._processor.vision_token_ids)
+        is_whole = len(ids) > 0 and ids[-1] == self._processor.eos_id
+        vision = np.isin(ids, self._processor.vision_token_ids).any()
         return is_whole and not vision and len(episode.responses) + 1 < self._settings.max_turns
 
     def _name(self, prompt: Prompt) -> str:

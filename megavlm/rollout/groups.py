@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Tree
 from megavlm.data.target_tokens import TargetColumns
 from megavlm.inference.protocol import Response
-from megavlm.rollout.group_tree import as_tensor, group_tree
+from megavlm.rollout.group_tree import group_tree
 from megavlm.rollout.staleness import stale_tokens, staleness_metrics
 from megavlm.rollout.trajectory import Episode, Group
 
@@ -82,7 +81,7 @@ def policy_trees(
         columns[group_id].append(
             TargetColumns(
                 rewards=rewards,
-                rollout_logprobs=as_tensor(response.logprobs, np.float32),
+                rollout_logprobs=torch.from_numpy(response.logprobs),
                 loss_weights=torch.full(size, weights[sequence_id]),
                 sequence_ids=torch.full(size, sequence_id),
                 group_ids=torch.full(size, group_id),
@@ -172,9 +171,9 @@ def sample_records(groups: Sequence[Group], pieces: Pieces) -> list[dict[str, An
 
 def _tokens(response: Response, pieces: Pieces) -> list[tuple[str, float]]:
     """Return the first SAMPLED_TOKENS tokens as text, each with its log-prob."""
-    found, place = [], 0
-    for text, count in pieces(response.token_ids[:SAMPLED_TOKENS]):
-        found.append((text, round(sum(response.logprobs[place : place + count]), 3)))
+    found, place, logprobs = [], 0, response.logprobs[:SAMPLED_TOKENS].tolist()
+    for text, count in pieces(response.token_ids[:SAMPLED_TOKENS].tolist()):
+        found.append((text, round(sum(logprobs[place : place + count]), 3)))
         place += count
     return found
 

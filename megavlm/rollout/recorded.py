@@ -11,12 +11,13 @@ of images in tiles in `picture.0`, `picture.1`, ...
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -85,8 +86,8 @@ class _Writer:
     """Collects the tokens, log-probs and pixels of groups, in order."""
 
     def __init__(self) -> None:
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
+        self._ids: list[npt.NDArray[np.int32]] = []
+        self._logprobs: list[npt.NDArray[np.float32]] = []
         self._own: dict[str, ProcessedImage] = {}  # images from environments, by key
 
     @property
@@ -98,8 +99,12 @@ class _Writer:
         images = list(enumerate(self._own.values()))
         pixels = {f"pixels.{i}": image.content for i, image in images}
         pixels |= {f"picture.{i}": x.picture for i, x in images if x.picture is not None}
-        ids = torch.tensor(self._ids, dtype=torch.int32)
-        return {"token_ids": ids, "logprobs": torch.tensor(self._logprobs), **pixels}
+        ids, logprobs = np.concatenate(self._ids), np.concatenate(self._logprobs)
+        return {
+            "token_ids": torch.from_numpy(ids),
+            "logprobs": torch.from_numpy(logprobs),
+            **pixels,
+        }
 
     def group(self, group: Group) -> dict[str, Any]:
         prompt, start = group.prompt, group.start
@@ -128,7 +133,7 @@ class _Writer:
                 "spans": [[span.version, span.start, span.end] for span in response.spans],
                 "reward": episode.rewards[number],
             }
-            self._logprobs += response.logprobs
+            self._logprobs.append(response.logprobs)
             for following in episode.prompts[number + 1 : number + 2]:
                 if _extends(following, prompt, response):
                     before = len(prompt.short_ids) + len(response.token_ids)
@@ -161,8 +166,8 @@ class _Writer:
         self._own.setdefault(key, image)
         return -1 - list(self._own).index(key)
 
-    def _add(self, ids: Sequence[int]) -> int:
-        self._ids += ids
+    def _add(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> int:
+        self._ids.append(np.asarray(ids, np.int32))
         return len(ids)
 
 
@@ -176,13 +181,13 @@ class _Reader:
         rows: Rows,
         processor: Processor,
     ) -> None:
-        self._ids = iter(tensors["token_ids"].tolist())
-        self._logprobs = iter(tensors["logprobs"].tolist())
+        self._ids, self._logprobs = tensors["token_ids"].numpy(), tensors["logprobs"].numpy()
+        self._next_id = self._next_logprob = 0
         self._own = [_image(tensors, number, *values) for number, values in enumerate(formats)]
         self._rows, self._processor = rows, processor
 
     def group(self, record: Mapping[str, Any]) -> Group:
-        index, ids = record["row"], _take(self._ids, record["tokens"])
+        index, ids = record["row"], tuple(self._take_ids(record["tokens"]).tolist())
         prompt = self._processor.prompt(self._rows[index]) if index < len(self._rows) else None
         if prompt is None or prompt.short_ids != ids or _keys(prompt) != record["images"]:
             raise ValueError(
@@ -205,19 +210,19 @@ class _Reader:
         for turn in record["turns"]:
             assert prompt is not None
             response = Response(
-                _take(self._ids, turn["tokens"]),
-                _take(self._logprobs, turn["tokens"]),
+                self._take_ids(turn["tokens"]),
+                self._take_logprobs(turn["tokens"]),
                 turn["finish"],
                 turn["weight_version"],
                 tuple(VersionSpan(*span) for span in turn["spans"]),
             )
             following = None
             if "next" in turn:
-                before = (*prompt.short_ids, *response.token_ids), prompt.images
+                before = (*prompt.short_ids, *response.token_ids.tolist()), prompt.images
                 if "is_whole" in turn["next"]:
                     before = (), ()
                 following = self._prompt(base, prompt, *before, turn["next"])
-            text = self._processor.decode(response.token_ids)
+            text = self._processor.decode(response.token_ids.tolist())
             episode.add_turn(response, text, turn["reward"], score, following)
             prompt = following
         return episode
@@ -235,12 +240,16 @@ class _Reader:
         if "message" in shown:
             row = replace(row, problem=shown["message"])
         added = [base.images[n] if n >= 0 else self._own[-1 - n] for n in shown["images"]]
-        tokens = _take(self._ids, shown["tokens"])
+        tokens = self._take_ids(shown["tokens"]).tolist()
         return self._processor.with_images(row, [*ids, *tokens], [*images, *added])
 
+    def _take_ids(self, count: int) -> npt.NDArray[np.int32]:
+        start, self._next_id = self._next_id, self._next_id + count
+        return self._ids[start : self._next_id]
 
-def _take(values: Iterator[Any], count: int) -> tuple[Any, ...]:
-    return tuple(islice(values, count))
+    def _take_logprobs(self, count: int) -> npt.NDArray[np.float32]:
+        start, self._next_logprob = self._next_logprob, self._next_logprob + count
+        return self._logprobs[start : self._next_logprob]
 
 
 def _are_equal(prompt: Prompt, other: Prompt) -> bool:
@@ -248,7 +257,7 @@ def _are_equal(prompt: Prompt, other: Prompt) -> bool:
 
 
 def _extends(following: Prompt, prompt: Prompt, response: Response) -> bool:
-    known = (*prompt.short_ids, *response.token_ids)
+    known = (*prompt.short_ids, *response.token_ids.tolist())
     images = _keys(prompt)
     return following.short_ids[: len(known)] == known and _keys(following)[: len(images)] == images
 

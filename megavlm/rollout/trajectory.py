@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+
+import numpy as np
 
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.data.processor import Prompt
@@ -75,8 +76,8 @@ class Episode:
         """The sampled tokens of all turns, as one response."""
         return replace(
             self.responses[-1],
-            token_ids=tuple(chain.from_iterable(r.token_ids for r in self.responses)),
-            logprobs=tuple(chain.from_iterable(r.logprobs for r in self.responses)),
+            token_ids=np.concatenate([r.token_ids for r in self.responses]),
+            logprobs=np.concatenate([r.logprobs for r in self.responses]),
         )
 
     @property

@@ -15,24 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import pytest
 import torch
 
-from megavlm.config.algorithm import GRPO
 from megavlm.data.packing import Segment, Tree, make_pack
 from megavlm.data.positions import text_positions
-from megavlm.data.processor import Prompt
-from megavlm.data.rows import Row
-from megavlm.inference.protocol import Response
-from megavlm.rewards.base import Score
-from megavlm.rollout import groups, trajectory
-from megavlm.rollout.groups import policy_trees
-from megavlm.rollout.trajectory import Episode, Group
 from megavlm.training.step.balance import Item, TreeSize, best_fit
 from megavlm.training.step.pack_plan import Schedule, costs_of, plan_packs
 from tests.support.columns import columns
 
-RESPONSE = 2048  # tokens
 # FLOPs of a 7B model: a token's matrices, and a pair that attends.
 PER_TOKEN, PER_PAIR = 1.3e10, 4.0e5
 LEAST = 295 * PER_TOKEN
@@ -182,36 +172,6 @@ def bench_layout() -> None:
         make_pack([tree], vision_token_ids={1}, multiple=8)
     seconds = time.perf_counter() - start
     print(f"\nlay out 128 packs of a tree: {1e3 * seconds:.0f} ms")
-
-
-def bench_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees of 256 responses of 2,048 tokens, also as torch.tensor makes their tensors."""
-    made = [_group(random.Random(i)) for i in range(16)]
-    make = partial(policy_trees, made, GRPO(), max_new_tokens=RESPONSE)
-    now = min(_processor_seconds(make) for _ in range(3))
-    for module in (groups, trajectory):
-        monkeypatch.setattr(module, "as_tensor", lambda values, dtype: torch.tensor(values))
-    before = min(_processor_seconds(make) for _ in range(3))
-    print(f"trees of 256 responses: {1e3 * now:.0f} ms, by torch.tensor {before / now:.1f} x")
-
-
-def _processor_seconds(work: Callable[[], object]) -> float:
-    start = time.process_time()
-    work()
-    return time.process_time() - start
-
-
-def _group(chance: random.Random) -> Group:
-    """A prompt of 25 tokens with 16 responses."""
-    ids = torch.arange(25)
-    prompt = Prompt(Row(0, "", "", (), "", ""), ids, tuple(range(25)), ids.expand(3, 25), 25, ())
-    episodes = [Episode(prompt) for _ in range(16)]
-    for episode in episodes:
-        tokens = tuple(chance.choices(range(150_000), k=RESPONSE))
-        logprobs = tuple(-chance.random() for _ in tokens)
-        response = Response(tokens, logprobs, "stop", "0")
-        episode.add_turn(response, "", 1.0, Score(1.0, True), None)
-    return Group(prompt, episodes=episodes)
 
 
 def _tree(generator: torch.Generator) -> Tree:

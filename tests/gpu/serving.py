@@ -113,7 +113,7 @@ def compare_logprobs(folder: Path, processor: Processor, client: RolloutClient) 
     seconds = time.monotonic() - start
     for name, prompt, group in zip(("text", "wide", "high"), prompts, groups, strict=True):
         ours = trainer_logprobs(folder, prompt, group, sampling)
-        served = torch.tensor([x for response in group for x in response.logprobs])
+        served = torch.cat([torch.from_numpy(response.logprobs) for response in group])
         gap = (ours - served).abs()
         bound = MEAN_DIFFERENCE if platform.has_gpu() else 1e-4
         mean = float(gap.mean())
@@ -137,7 +137,7 @@ def trainer_logprobs(
     chunks[0].language_model.decoder.final_layernorm.weight.requires_grad_(True)  # of the buffers
     wrapped = wrap(chunks, shard_optimizer=False)
     images = {x.key: x for x in prompt.images}
-    tree = prompt_tree(prompt, [response.token_ids for response in group])
+    tree = prompt_tree(prompt, [response.token_ids.tolist() for response in group])
     pack = make_pack([tree], vision_token_ids={config.image_token_id}).to(platform.device())
     features = VisionFeatures.everywhere(wrapped, images)
     scoring = Scoring(sampling.temperature, sampling.suppressed_ids)

@@ -71,7 +71,7 @@ def compare_calls(folder: Path, ranks: Ranks) -> dict[str, float]:
     ]
     tree = group_tree(group, [of_weights(torch.cat(x), i) for i, x in enumerate(weights)])
     calls = [
-        prompt_tree(prompt, [response.token_ids], [of_weights(its, 0)])
+        prompt_tree(prompt, [response.token_ids.tolist()], [of_weights(its, 0)])
         for episode, each in zip(group.episodes, weights, strict=True)
         for prompt, response, its in zip(episode.prompts, episode.responses, each, strict=True)
     ]

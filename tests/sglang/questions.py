@@ -68,6 +68,6 @@ def largest_difference(
 def expected(
     reference: Reference, prompt: Prompt, response: Response, sampling: Sampling
 ) -> torch.Tensor:
-    scores = reference.scores(prompt, response.token_ids)
+    scores = reference.scores(prompt, response.token_ids.tolist())
     scores.logits[:, list(sampling.suppressed_ids)] = -torch.inf
-    return scores.logprobs(response.token_ids, sampling.temperature or 1.0)
+    return scores.logprobs(response.token_ids.tolist(), sampling.temperature or 1.0)

@@ -93,5 +93,5 @@ def test_finish(served: Served) -> None:
         ((response,),) = served.client.generate(
             [prompt], n=1, sampling=Sampling(1.0, 4, suppressed_ids=only)
         )
-        assert response.finish == finish and response.token_ids == (token,) * length
-        assert response.logprobs == (0.0,) * length
+        assert response.finish == finish and response.token_ids.tolist() == [token] * length
+        assert response.logprobs.tolist() == [0.0] * length

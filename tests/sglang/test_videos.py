@@ -105,7 +105,7 @@ def test_content_in_the_request_and_continued_responses(served: Served) -> None:
         ):
             for group, expected in zip(answers, whole, strict=True):
                 for response, other in zip(group, expected, strict=True):
-                    assert response.token_ids == other.token_ids
+                    assert response.token_ids.tolist() == other.token_ids.tolist()
                     assert response.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 

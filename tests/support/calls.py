@@ -9,21 +9,22 @@ from megavlm.data.rows import Row
 from megavlm.inference.protocol import Response
 from megavlm.rewards.base import Score
 from megavlm.rollout.trajectory import Episode, Group
+from tests.support.responses import make_response
 
 
 def respond(seed: int, size: int, limit: int = 250) -> Response:
     """Return a response of random tokens."""
     generator = np.random.default_rng(seed)
-    ids = tuple(generator.integers(0, limit, size).tolist())
-    return Response(ids, tuple(-0.01 * i - seed for i in range(size)), "stop", "0")
+    ids = generator.integers(0, limit, size)
+    return make_response(ids, [-0.01 * i - seed for i in range(size)])
 
 
 def episode(*calls: tuple[Prompt, Response]) -> Episode:
     """Return a played episode."""
     played = Episode(calls[0][0])
-    for prompt, response in calls:
+    for prompt, said in calls:
         played.next_prompt = prompt
-        played.add_turn(response, "", 1.0, Score(0.0, False), None)
+        played.add_turn(said, "", 1.0, Score(0.0, False), None)
     return played
 
 
@@ -44,7 +45,8 @@ def branching_group(processor: Processor, images: Sequence[bytes], row: Row | No
         return processor.with_images(rows[0], ids, images_)  # type: ignore[arg-type]
 
     ids, said = start.short_ids, respond(1, 5)
-    seen = (*ids, *said.token_ids, *shown.short_ids)
+    known = said.token_ids.tolist()
+    seen = (*ids, *known, *shown.short_ids)
     return Group(
         start,
         episodes=[
@@ -56,7 +58,10 @@ def branching_group(processor: Processor, images: Sequence[bytes], row: Row | No
                 # another image of the same size, and what follows it
                 (prompt(ids, other.images[0], second), respond(4, 3)),
                 # within the first response
-                (prompt((*ids, *said.token_ids[:2], 9, 8, 7), first, second), respond(5, 2)),
+                (
+                    prompt((*ids, *known[:2], 9, 8, 7), first, second),
+                    respond(5, 2),
+                ),
                 (start, respond(6, 1)),
             ),
             episode(

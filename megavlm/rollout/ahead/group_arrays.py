@@ -12,11 +12,8 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-
 from megavlm.data.rows import Row
 from megavlm.data.tensor_pickle import TensorPickler, dumps, parts
-from megavlm.inference.protocol import Response
 from megavlm.rollout.trajectory import Group
 
 PackedGroups = tuple[bytes, list[int], int]  # pickle, bytes of each array, descriptor
@@ -48,7 +45,7 @@ def receive_groups(connection: Connection) -> PackedGroups:
 
 
 def unpack_groups(packed: PackedGroups) -> list[Group]:
-    """Unpack groups. Tensors are views of the shared memory; it is freed with the last of them."""
+    """Unpack groups. Arrays are views of the shared memory; it is freed with the last of them."""
     skeleton, sizes, descriptor = packed
     memory = memoryview(mmap.mmap(descriptor, 0))
     os.close(descriptor)
@@ -59,14 +56,6 @@ def unpack_groups(packed: PackedGroups) -> list[Group]:
 
 class _GroupPickler(TensorPickler):
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Response):
-            tokens, logprobs = np.array(value.token_ids, np.int64), np.array(value.logprobs)
-            small = value.finish, value.weight_version, value.spans
-            return _response, (tokens, logprobs, *small)
         if isinstance(value, Row) and (value.images or value.videos or value.extra):
             return replace(value, images=(), videos=(), extra={}).__reduce_ex__(5)
         return super().reducer_override(value)
-
-
-def _response(tokens: Any, logprobs: Any, *small: Any) -> Response:
-    return Response(tuple(tokens.tolist()), tuple(logprobs.tolist()), *small)

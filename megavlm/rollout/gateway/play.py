@@ -103,7 +103,7 @@ class AgentPlayer:
     ) -> None:
         """Add a response to the row's prompt that is not trained on: an episode has a turn."""
         response = await ask(prompt)
-        text = self._processor.decode(response.token_ids)
+        text = self._processor.decode(response.token_ids.tolist())
         episode.add_turn(response, text, score.reward, replace(score, skipped=True), None)
 
 

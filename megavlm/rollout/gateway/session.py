@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from megavlm.data.processor import Processor, Prompt, PromptTooLong
 from megavlm.data.rows import Row
 from megavlm.environments.base import ChatFormat
@@ -176,7 +178,7 @@ class GatewaySession:
                 return
 
     def _made(self, request: ChatRequest, prompt: Prompt, response: Response) -> Call:
-        text = self._processor.decode(response.token_ids)
+        text = self._processor.decode(response.token_ids.tolist())
         reply = make_reply(text, response.finish, self._chat, request.tools)
         self.counts["malformed_calls"] += reply.num_malformed
         self._tree.add(0, prompt, response)
@@ -224,14 +226,14 @@ class GatewaySession:
         return (
             len(request.messages) > len(known)
             and request.tools == call.request.tools
-            and not set(call.response.token_ids) & set(self._processor.vision_token_ids)
+            and not np.isin(call.response.token_ids, self._processor.vision_token_ids).any()
             and all(m.equals(k) for m, k in zip(request.messages, known, strict=False))
         )
 
     def _closed(self, call: Call) -> Sequence[int]:
         """Return the tokens of a response with the end of its turn, also where it was cut."""
-        ids, end = call.response.token_ids, self._processor.eos_id
-        return ids if ids[-1] == end else (*ids, end)
+        ids, end = call.response.token_ids.tolist(), self._processor.eos_id
+        return ids if ids[-1] == end else [*ids, end]
 
     def _most_tokens(self, request: ChatRequest, prompt: Prompt) -> int:
         """Return the limit of a response's tokens. Raises BadRequest if none are left."""

@@ -19,6 +19,7 @@ from megavlm.observability.metrics import evaluation_scalars
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
 from megavlm.rewards.exact_match import score
+from tests.support.responses import make_response
 
 
 def row(index: int, problem: str, answer: str, category: str, image: bytes = b"") -> Row:
@@ -54,7 +55,7 @@ class LookingPolicy:
             text = "a lot"
         else:
             text = str(prompt.images[0][0])
-        return Response(tuple(text.encode()), (0.0,) * len(text), "stop", "0")
+        return make_response(tuple(text.encode()), (0.0,) * len(text), "stop", "0")
 
 
 def num_tokens(row: Row) -> int:
@@ -67,7 +68,7 @@ def run(policy: LookingPolicy, **options: Any) -> Any:
 
     def play(rows: Sequence[Row], how: Sampling) -> list[Answer]:
         groups = policy.generate(rows, n=1, sampling=how)
-        texts = [bytes(response.token_ids).decode() for (response,) in groups]
+        texts = [bytes(response.token_ids.tolist()).decode() for (response,) in groups]
         return [
             Answer(text, found.correct, found.failure)
             for text, row in zip(texts, rows, strict=True)

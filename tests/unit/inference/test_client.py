@@ -34,6 +34,7 @@ from megavlm.inference.server import ClaimedPort
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer, Fault
 from tests.support.prompts import make_image, make_prompt
+from tests.support.responses import make_response, plain
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=4)
 NO_DELAY: dict[str, Any] = {"retry_delay": 0.0}
@@ -60,10 +61,10 @@ def test_order_over_requests_and_samples() -> None:
         assert (
             len(a.requests) + len(b.requests) == 5 and abs(len(a.requests) - len(b.requests)) == 1
         )
-    assert [[r.token_ids for r in group] for group in groups] == [
-        [(100 + i, 0), (100 + i, 1), (100 + i, 2)] for i in range(len(prompts))
+    assert [[r.token_ids.tolist() for r in group] for group in groups] == [
+        [[100 + i, 0], [100 + i, 1], [100 + i, 2]] for i in range(len(prompts))
     ]
-    assert groups[0][0].logprobs == (-0.5, -1.5)
+    assert groups[0][0].logprobs.tolist() == [-0.5, -1.5]
     assert groups[0][0].finish == "stop" and groups[0][0].weight_version == "1"
     assert groups[0][0].spans == (VersionSpan("1", 0, 2),)
 
@@ -72,7 +73,7 @@ def test_one_prompt_and_none() -> None:
     with FakeServer() as fake:
         asking = client(fake)
         ((response,),) = asking.generate([make_prompt()], n=1, sampling=GREEDY)
-        assert response.token_ids == (7, 0)
+        assert response.token_ids.tolist() == [7, 0]
         assert asking.generate([], n=1, sampling=GREEDY) == []
 
 
@@ -91,7 +92,7 @@ MALFORMED: list[Fault] = ["garbage", "wrong form", "cut", "NaN", "1e999", "long 
 def test_fault_is_retried(fault: Fault) -> None:
     with FakeServer(fault, fault) as fake:
         ((response,),) = client(fake, total=1.5).generate([make_prompt()], n=1, sampling=GREEDY)
-        assert response.token_ids == (7, 0)
+        assert response.token_ids.tolist() == [7, 0]
         assert len(fake.requests) == 3
 
 
@@ -177,9 +178,8 @@ def test_a_rollout_stops_when_enough_groups_are_complete() -> None:
             ["stop"] * 2,
             ["abort"] * 2,
         ]
-        assert first[1][0] == Response(
-            (50, 51), (-0.5, -1.5), "abort", "3", (VersionSpan("3", 0, 2),)
-        )
+        spans = (VersionSpan("3", 0, 2),)
+        assert plain(first[1][0]) == ([50, 51], [-0.5, -1.5], "abort", "3", spans)
         assert all(len(body["input_ids"]) == 1 for body in fake.bodies("/generate"))
 
         fake.held, fake.weight_version = set(), "4"
@@ -187,13 +187,13 @@ def test_a_rollout_stops_when_enough_groups_are_complete() -> None:
         prompts = [prompts[1], make_prompt(first_id=9), prompts[4]]
         second = asking.generate(prompts, n=2, sampling=GREEDY, weight_version=4, begun=begun)
         (continued,) = [b for b in fake.bodies("/generate") if b["input_ids"][0][:1] == [1]][1:]
-    assert [[r.token_ids for r in group] for group in second] == [
-        [(50, 51, 1, 2)] * 2,
-        [(9, 0), (9, 1)],
-        [(50, 51, 4, 2)] * 2,
+    assert [[r.token_ids.tolist() for r in group] for group in second] == [
+        [[50, 51, 1, 2]] * 2,
+        [[9, 0], [9, 1]],
+        [[50, 51, 4, 2]] * 2,
     ]
     assert second[0][0].spans == (VersionSpan("3", 0, 2), VersionSpan("4", 2, 4))
-    assert second[0][0].logprobs == (-0.5, -1.5, -0.5, -1.5)
+    assert second[0][0].logprobs.tolist() == [-0.5, -1.5, -0.5, -1.5]
     assert second[0][0].finish == "stop" and second[0][0].weight_version == "4"
     assert continued["input_ids"] == [[1, 1, 2, 50, 51]] * 2
     assert [p["max_new_tokens"] for p in continued["sampling_params"]] == [2, 2]
@@ -206,7 +206,7 @@ def test_responses_that_another_client_aborts_are_continued() -> None:
         fake.aborted.set()
         fake.held_once = True
         ((response,),) = client(fake).generate([make_prompt()], n=1, sampling=GREEDY)
-        assert response.token_ids == (50, 51, 7, 2) and response.finish == "stop"
+        assert response.token_ids.tolist() == [50, 51, 7, 2] and response.finish == "stop"
 
 
 @pytest.mark.parametrize(("num_tokens", "finish"), [(0, None), (3, "abort"), (4, "length")])
@@ -382,7 +382,7 @@ def test_videos_are_not_sent_to_a_server_without_our_support() -> None:
 
 
 def aborted(token: int) -> Response:
-    return Response((token,), (-0.5,), "abort", "1")
+    return make_response((token,), (-0.5,), "abort", "1")
 
 
 def test_pauses_before_retries_grow_and_differ() -> None:

@@ -13,6 +13,7 @@ from megavlm.inference.requests import RequestLimits, RequestRefused, RequestTim
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer
 from tests.support.prompts import make_prompt
+from tests.support.responses import make_response
 from tests.support.server_pools import external, push
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=256)  # a request for each prompt
@@ -26,15 +27,16 @@ def test_a_group_is_followed_by_its_next_turn_while_another_is_generated() -> No
         fake.held, fake.held_once = {2}, True
 
         async def follow(place: int, responses: list[Response], ask: Any) -> None:
-            events.append((place, [response.token_ids for response in responses]))
+            events.append((place, [response.token_ids.tolist() for response in responses]))
             if place == 0:
-                events.append((await ask(make_prompt(first_id=9))).token_ids)
+                events.append((await ask(make_prompt(first_id=9))).token_ids.tolist())
                 fake.aborted.set()
 
         prompts = [make_prompt(first_id=1), make_prompt(first_id=2)]
         groups = client.generate(prompts, n=2, sampling=SAMPLING, follow=follow)
-    assert events[:2] == [(0, [(1, 0), (1, 1)]), (9, 0)] and events[2][0] == 1
-    assert [group[0].token_ids[-2:] for group in groups] == [(1, 0), (2, 2)], "in their order"
+    assert events[:2] == [(0, [[1, 0], [1, 1]]), [9, 0]] and events[2][0] == 1
+    ends = [group[0].token_ids[-2:].tolist() for group in groups]
+    assert ends == [[1, 0], [2, 2]], "in their order"
     next_turn = next(body for body in fake.bodies("/generate") if body["input_ids"][0][0] == 9)
     assert next_turn["sampling_params"]["n"] == 1
 
@@ -49,7 +51,7 @@ def test_with_no_responses_all_groups_are_followed_at_once() -> None:
             while len(started) < 3:
                 await asyncio.sleep(0.01)
             said = await ask(make_prompt(first_id=place), 7 if place else None)
-            assert said.token_ids == (place, 0)
+            assert said.token_ids.tolist() == [place, 0]
 
         groups = client.generate(
             [make_prompt() for _ in range(3)], n=0, sampling=SAMPLING, follow=follow
@@ -69,7 +71,7 @@ def test_a_next_turn_that_was_aborted_keeps_its_limit() -> None:
             while not fake.bodies("/generate"):
                 await asyncio.sleep(0.01)
             fake.aborted.set()
-            assert (await asking).token_ids == (50, 51, 52, 9, 3)
+            assert (await asking).token_ids.tolist() == [50, 51, 52, 9, 3]
 
         client.generate([make_prompt()], n=0, sampling=SAMPLING, follow=follow)
         limits = [b["sampling_params"] for b in fake.bodies("/generate")]
@@ -97,7 +99,7 @@ def test_a_next_turn_that_is_cancelled_is_forgotten() -> None:
             while not client.is_idle:
                 await asyncio.sleep(0.01)
             fake.aborted.set()
-            assert (await ask(make_prompt(first_id=9))).token_ids == (9, 0)
+            assert (await ask(make_prompt(first_id=9))).token_ids.tolist() == [9, 0]
 
         client.generate([make_prompt()], n=0, sampling=SAMPLING, follow=follow)
     assert len(fake.bodies("/generate")) == 2
@@ -219,7 +221,7 @@ def test_a_next_turn_that_is_refused_raises_where_it_was_asked() -> None:
                 await ask(make_prompt(first_id=9))
             except RequestRefused as error:
                 told.append(str(error))
-            assert (await ask(make_prompt(first_id=8))).token_ids == (8, 0)
+            assert (await ask(make_prompt(first_id=8))).token_ids.tolist() == [8, 0]
 
         arguments: Any = {"n": 1, "sampling": SAMPLING, "follow": follow}
         (group,) = client.generate([make_prompt(first_id=1)], **arguments)
@@ -230,13 +232,13 @@ def test_a_next_turn_that_is_refused_raises_where_it_was_asked() -> None:
 
 
 def test_a_continuation_that_is_refused_begins_anew() -> None:
-    whole = Response((1, 5), (-0.1, -0.2), "stop", "1", (VersionSpan("1", 0, 2),))
+    whole = make_response((1, 5), (-0.1, -0.2), "stop", "1", (VersionSpan("1", 0, 2),))
     cut = replace(whole, finish=ABORT)
     with FakeServer("400") as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
         prompts = [make_prompt(first_id=1)]
         (group,) = client.generate(prompts, n=2, sampling=SAMPLING, begun=[[whole, cut]])
         asked = [len(body["input_ids"][0]) for body in fake.bodies("/generate")]
-    assert [response.token_ids for response in group] == [(1, 0), (1, 1)]
+    assert [response.token_ids.tolist() for response in group] == [[1, 0], [1, 1]]
     assert asked == [5, 3], "with its tokens, then without"
 
 
@@ -263,4 +265,5 @@ def test_an_error_of_what_follows_ends_the_generation() -> None:
         with pytest.raises(ValueError, match="as told"):
             client.generate(prompts, n=1, sampling=SAMPLING, follow=follow)
         fake.held = set()
-        assert client.generate(prompts[1:], n=1, sampling=SAMPLING)[0][0].token_ids == (2, 0)
+        ((answer,),) = client.generate(prompts[1:], n=1, sampling=SAMPLING)
+        assert answer.token_ids.tolist() == [2, 0]

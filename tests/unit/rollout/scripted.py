@@ -16,6 +16,7 @@ from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.trajectory import Episode, Group
 from tests.conftest import png
+from tests.support.responses import make_response
 
 ROW = Row(5, "<image>How many?", "3", (png(),), "counting", "rows:5")
 
@@ -55,7 +56,7 @@ class Policy:
     def respond(self) -> Response:
         ids = self.processor.encode_answer(self.texts.pop(0))
         ids = ids[:-1] if self.cut else ids
-        return Response(tuple(ids), tuple(-0.1 * i for i in range(len(ids))), "stop", "0")
+        return make_response(tuple(ids), tuple(-0.1 * i for i in range(len(ids))), "stop", "0")
 
 
 def episode_runner(

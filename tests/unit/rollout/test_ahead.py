@@ -161,8 +161,9 @@ def test_groups_arrive_as_they_were(config: Config, fake: Any) -> None:
     assert image.key == own.key and image.content.equal(own.pixels)
     assert image.patches().equal(own.patches())
     ids = prompt.short_ids  # of which the fake's answers tell
-    assert [e.response.token_ids for e in group.episodes] == [(ids[0], len(ids) - PROMPT_IDS)] * N
-    assert group.episodes[0].response.logprobs == (-0.5, -1.5)
+    said = [episode.response.token_ids.tolist() for episode in group.episodes]
+    assert said == [[ids[0], len(ids) - PROMPT_IDS]] * N
+    assert group.episodes[0].response.logprobs.tolist() == [-0.5, -1.5]
     assert torch.tensor([s.reward for s in group.scores]).isfinite().all()
 
 

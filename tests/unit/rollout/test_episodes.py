@@ -23,6 +23,7 @@ from megavlm.rollout.group_tree import group_tree
 from megavlm.rollout.groups import policy_trees, rollout_metrics
 from megavlm.rollout.trajectory import Group
 from tests.support.columns import columns
+from tests.support.responses import make_response
 from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner, fails, graded, play
 
 TWO_TURNS: dict[str, Any] = {"max_turns": 2, "max_observation_tokens": 64}
@@ -227,7 +228,7 @@ def test_a_response_ends_its_episode_at_another_stop_token_and_is_not_truncated(
     class Ending(Policy):
         def respond(self) -> Response:
             ids = (*self.processor.encode_answer(self.texts.pop(0))[:-1], other)
-            return Response(ids, tuple(-0.1 for _ in ids), finish, "0")
+            return make_response(ids, tuple(-0.1 for _ in ids), finish, "0")
 
     policy, manager = Ending(processor, "5"), graded(wrong=-1.0)
     (episode,) = play(processor, manager, policy, "vqa_retry", n=1, max_turns=3)

@@ -24,6 +24,7 @@ from megavlm.rollout.gateway.server import GatewayServer
 from megavlm.rollout.gateway.session import GatewaySession, SessionLimits
 from tests.conftest import png
 from tests.support.random_images import image as random_image
+from tests.support.responses import make_response
 from tests.support.templates import with_template
 from tests.unit.rollout.scripted import ROW
 
@@ -57,7 +58,7 @@ class Policy:
             raise (RequestRefused if text == "refused" else RequestTimedOut)(text)
         ids = self.processor.encode_answer(text)
         ids = ids[:-1] if self.cut else ids
-        return Response(tuple(ids), (-0.5,) * len(ids), "length" if self.cut else "stop", "0")
+        return make_response(tuple(ids), (-0.5,) * len(ids), "length" if self.cut else "stop", "0")
 
 
 @dataclass

@@ -19,6 +19,7 @@ from tests.support.calls import branching_group, episode
 from tests.support.columns import columns
 from tests.support.prompts import make_image
 from tests.support.random_images import image
+from tests.support.responses import make_response
 
 Call = tuple[Prompt, Response]
 IMAGE = 9
@@ -40,7 +41,7 @@ def call(content: str, response: str, position: int | None = None) -> Call:
         ROW, torch.tensor(ids), (), text_positions(len(ids), 0), len(ids), images, tuple(starts)
     )
     said = tuple(map(int, response))
-    return prompt, Response(said, tuple(-0.1 * i for i in range(len(said))), "stop", "0")
+    return prompt, make_response(said, tuple(-0.1 * i for i in range(len(said))), "stop", "0")
 
 
 def tree_of(*episodes: list[Call]) -> Tree:

@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megavlm.config.load import load
@@ -24,6 +25,7 @@ from megavlm.rollout.in_step import InStepSource
 from megavlm.rollout.sampler import Sampler
 from megavlm.rollout.trajectory import Group
 from tests.conftest import row, write_rows
+from tests.support.responses import make_response, plain
 
 RIGHT, FLAT = ("yes", "no"), ("no", "no")  # responses of a group with and without signal
 PART, NOTHING, LATE = ("...",), (), None  # aborted responses, none, and a request that times out
@@ -58,9 +60,9 @@ class Client:
 
     def respond(self, text: str) -> Response:
         if text == "...":
-            return Response((7,), (-1.0,), "abort", "0", (VersionSpan("0", 0, 1),))
+            return make_response((7,), (-1.0,), "abort", "0", (VersionSpan("0", 0, 1),))
         ids = (*self.tokenizer(text)["input_ids"], self.eos_id)
-        return Response(ids, (-0.5,) * len(ids), "stop", "0", (VersionSpan("0", 0, len(ids)),))
+        return make_response(ids, (-0.5,) * len(ids), "stop", "0", (VersionSpan("0", 0, len(ids)),))
 
     def use(self, processor: Any) -> None:
         self.tokenizer, self.eos_id = processor._tokenizer, processor.eos_id
@@ -156,15 +158,23 @@ def test_a_checkpoint_keeps_prompts_steps_and_tokens(files: Path, client: Client
     with source(files, client, OVERSAMPLE) as made:
         take(made, client, ("...", "yes"), RIGHT, RIGHT, version=4)
         state = json.loads(json.dumps(made.state_dict()))
-    old = {**state, "backlog": [{k: v for k, v in state["backlog"][0].items() if k != "step"}]}
-    first = client.asked[0][0]
-    for saved, step in ((state, 4), (old, 5)):  # older checkpoints have no step
+    # Older checkpoints have no step, and tokens and log-probs as lists.
+    (entry,), first = state["backlog"], client.asked[0][0]
+    old_responses = [
+        {**values, "token_ids": [7, *others], "logprobs": [-1.0, *others]}
+        for values, others in zip(entry["responses"], ([], [1, 2]), strict=True)
+    ]
+    old = {**state, "backlog": [{"row": entry["row"], "responses": old_responses}]}
+    for saved, step in ((state, 4), (old, 5)):
         with source(files, client, OVERSAMPLE) as made:
             made.load_state_dict(saved)
             (group, _) = take(made, client, RIGHT, RIGHT, PART, version=5)
             assert rows([group]) == [first] and group.step == step
             finishes = [response.finish for response in client.begun[0]]
             assert finishes == ["abort", "stop"]
+            (begun, complete) = client.begun[0]
+            assert plain(begun)[:2] == ([7], [-1.0]) and len(complete.token_ids) > 1
+            assert begun.token_ids.dtype == np.int32 and begun.logprobs.dtype == np.float32
             assert not set(client.asked[-1][1:]) & set(client.asked[0])
 
 

@@ -7,6 +7,7 @@ from megavlm.inference.protocol import Response, VersionSpan
 from megavlm.rollout.staleness import stale_tokens, staleness_metrics
 from megavlm.training.losses import engine_gap
 from tests.support.columns import columns
+from tests.support.responses import make_response
 
 
 def response(finish: str, *spans: tuple[str, int]) -> Response:
@@ -14,7 +15,7 @@ def response(finish: str, *spans: tuple[str, int]) -> Response:
     for version, length in spans:
         bounds.append(VersionSpan(version, start, start + length))
         start += length
-    return Response((5,) * start, (-1.0,) * start, finish, spans[-1][0], tuple(bounds))
+    return make_response((5,) * start, (-1.0,) * start, finish, spans[-1][0], tuple(bounds))
 
 
 def test_tokens_of_older_weights() -> None:

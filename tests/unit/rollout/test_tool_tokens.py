@@ -19,6 +19,7 @@ from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.group_tree import group_tree
 from megavlm.rollout.trajectory import Group
 from tests.support.columns import columns
+from tests.support.responses import make_response
 from tests.support.templates import TEMPLATES, template_of, with_template
 from tests.unit.rollout.scripted import Policy, graded, play
 from tests.unit.rollout.user.tool_environments import Looking
@@ -60,7 +61,7 @@ class Sampler(Policy):
         for character in text:
             ids += encode(character, add_special_tokens=False)["input_ids"]
         ids.append(self.processor.eos_id)
-        return Response(tuple(ids), (-0.5,) * len(ids), "stop", "0")
+        return make_response(tuple(ids), (-0.5,) * len(ids), "stop", "0")
 
 
 def turns_of(name: str) -> list[tuple[str, str]]:

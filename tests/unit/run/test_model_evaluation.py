@@ -15,6 +15,7 @@ from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.evaluation.result import EvaluationResult
 from megavlm.inference.protocol import Response
 from megavlm.run.evaluate import ModelPlayer, write_files
+from tests.support.responses import make_response
 
 GREEDY = {"sampled": False, "shuffled": False}
 
@@ -42,7 +43,7 @@ class Right:
 
     def _respond(self, prompt: Prompt) -> Response:
         ids = tuple(self._tokenizer(prompt.row.answer)["input_ids"])
-        return Response(ids, (0.0,) * len(ids), "stop", "0")
+        return make_response(ids, (0.0,) * len(ids), "stop", "0")
 
 
 def evaluated(recipe: Path, *overrides: str) -> EvaluationResult:

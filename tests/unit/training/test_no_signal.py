@@ -14,7 +14,6 @@ from megavlm.data.packing import make_pack
 from megavlm.data.positions import text_positions
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
-from megavlm.inference.protocol import Response
 from megavlm.rewards.base import Score
 from megavlm.rollout.groups import (
     has_signal,
@@ -24,6 +23,7 @@ from megavlm.rollout.groups import (
 )
 from megavlm.rollout.trajectory import Episode, Group
 from megavlm.training.advantages import add_value_advantages, with_advantages
+from tests.support.responses import make_response
 
 ESTIMATORS = [
     GRPO(),
@@ -48,7 +48,7 @@ def episode(
     for reward, length in zip(rewards, lengths or [2] * len(rewards), strict=True):
         finish: Any = "length" if cut else "stop"
         played.prompts.append(prompt(*known))
-        played.responses.append(Response((7,) * length, (-0.5,) * length, finish, "0"))
+        played.responses.append(make_response((7,) * length, (-0.5,) * length, finish, "0"))
         played.texts.append("")
         played.rewards.append(reward)
         known += [7] * length + [1]
