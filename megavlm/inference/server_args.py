@@ -38,9 +38,13 @@ LINEAR_CPU_ARGS: ServerArgs = {
     "disable_overlap_schedule": True,  # SGLang does not support overlap for it on a CPU
     "max_mamba_cache_size": 200,  # the default takes gigabytes for a tiny model
 }
-# SGLang sets 22 for Qwen3-VL on Hopper, which serves a stream of requests well; a step's prompts
-# arrive together, and decoding would begin with a part of them.
-GPU_ARGS: ServerArgs = {"prefill_decode_interval": 0}
+GPU_ARGS: ServerArgs = {
+    # SGLang's rule for models with a vision tower would leave 0.3 of 80 GB free.
+    "mem_fraction_static": 0.85,
+    # SGLang sets 22 for Qwen3-VL on Hopper, which serves a stream of requests well; a step's
+    # prompts arrive together, and decoding would begin with a part of them.
+    "prefill_decode_interval": 0,
+}
 MAX_GRAPH_REQUESTS = 1024  # CUDA graphs of more would take gigabytes and minutes of a start
 IMAGE_CACHE_MB = 512  # features of 50 images of one megapixel of a 7B
 # SGLang keeps no copy of released weights in host memory: each push sends all of them, from GPU to

@@ -121,7 +121,7 @@ for ((place = 0; place < rollout_nodes; place++)); do
     on "$node"
     "${step[@]}" env "${server_environment[@]}" python -P -m megavlm.slurm.servers "$run_dir" "$node" \
         "$port" "$count" "$tensor_parallel" "${server_arguments[@]}" "${among[@]}" \
-        --mem-fraction-static "${MEM_FRACTION:-0.85}" &
+        ${MEM_FRACTION:+--mem-fraction-static "$MEM_FRACTION"} &
     server_steps+=($!)
 done
 # The servers end with the trainer, whatever ends it.

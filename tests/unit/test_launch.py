@@ -113,7 +113,7 @@ def test_slurm_fills_the_last_node_with_servers_and_trains_on_the_others(
     assert len({api_key, admin_key}) == 2 and len(api_key) == 64
     words, variables = notes.with_name("notes.servers.node2").read_text().splitlines()
     place = [f"{notes.parent}/run", "node2", str(port), "2", "4"]
-    sglang = ["--model-path", "models/m m", "--tp-size", "4", "--mem-fraction-static", "0.85"]
+    sglang = ["--model-path", "models/m m", "--tp-size", "4"]
     assert words == str(["-P", "-m", "megavlm.slurm.servers", *place, *sglang])
     assert variables == f"{api_key} {admin_key}  0 "
     for key in KEYS:
@@ -134,7 +134,6 @@ def test_a_server_takes_several_nodes(notes: Path, monkeypatch: pytest.MonkeyPat
         place = [f"{notes.parent}/run", node, str(port), "1", "4"]
         among = ["--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", f"node1:{port + 1}"]
         sglang = ["--model-path", "models/m m", "--tp-size", "4", *among]
-        sglang += ["--mem-fraction-static", "0.85"]
         assert words == str(["-P", "-m", "megavlm.slurm.servers", *place, *sglang])
 
 

@@ -12,6 +12,7 @@ from typing import Any, Self
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
 from megavlm.families import family
+from megavlm.inference.server_args import GPU_ARGS
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import default_chunk_size
 from megavlm.models.sizes import EqualRanks, ParameterSize, equal_ranks
@@ -26,7 +27,6 @@ GPU = 80 * GB
 # LEAST_CACHE: smallest KV cache with which a server is worth starting.
 OVERHEAD, SERVER_RESIDUE, EXPERT_IMBALANCE, LEAST_CACHE = 6 * GB, 4 * GB, 1.5, 5 * GB
 BUDGET = 0.9  # usable share of a trainer's GPU: this model may be off by a tenth
-MEM_FRACTION = 0.85  # as in megavlm/slurm/job.sh; managed servers have it in their recipe
 
 
 @dataclass(frozen=True)
@@ -348,6 +348,7 @@ def server_memory(config: Config, hf_config: Any, gpu: float) -> ServerRankMemor
     servers = server_layout(config, hf_config)
     entries = family(hf_config.model_type).mapping(hf_config)
     itemsize = ModelOptions.from_config(config).dtype.itemsize
-    fraction = float(config.rollout.server_args.get("mem_fraction_static", MEM_FRACTION))
+    given = config.rollout.server_args.get("mem_fraction_static")
+    fraction = float(given or GPU_ARGS["mem_fraction_static"])
     others = OVERHEAD if config.rollout.colocate else 0.0
     return ServerRankMemory(max(stored_bytes(entries, servers, itemsize)), fraction * gpu, others)

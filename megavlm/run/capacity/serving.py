@@ -89,7 +89,7 @@ class ServerModel:
         heads = -(-text.num_key_value_heads // ranks)
         ratio = 0.0
         if linear:
-            ratio = float(config.rollout.server_args.get("mamba_full_memory_ratio", STATE_RATIO))
+            ratio = float(config.rollout.server_args.get("mamba_full_memory_ratio") or STATE_RATIO)
         options = ServerOptions.from_config(config, config.model.folder, "cuda")
         return cls(
             ranks=ranks,
