@@ -27,6 +27,7 @@ GPU = 80 * GB
 # LEAST_CACHE: smallest KV cache with which a server is worth starting.
 OVERHEAD, SERVER_RESIDUE, EXPERT_IMBALANCE, LEAST_CACHE = 6 * GB, 4 * GB, 1.5, 5 * GB
 BUDGET = 0.9  # usable share of a trainer's GPU: this model may be off by a tenth
+SGLANG_FRACTION = 0.7  # SGLang's own choice for a model with a tower on a GPU of 80 GB
 
 
 @dataclass(frozen=True)
@@ -348,7 +349,7 @@ def server_memory(config: Config, hf_config: Any, gpu: float) -> ServerRankMemor
     servers = server_layout(config, hf_config)
     entries = family(hf_config.model_type).mapping(hf_config)
     itemsize = ModelOptions.from_config(config).dtype.itemsize
-    given = config.rollout.server_args.get("mem_fraction_static")
-    fraction = float(given or GPU_ARGS["mem_fraction_static"])
+    given: dict[str, Any] = {**GPU_ARGS, **config.rollout.server_args}
+    fraction = float(given["mem_fraction_static"] or SGLANG_FRACTION)
     others = OVERHEAD if config.rollout.colocate else 0.0
     return ServerRankMemory(max(stored_bytes(entries, servers, itemsize)), fraction * gpu, others)
