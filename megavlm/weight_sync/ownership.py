@@ -72,17 +72,33 @@ class TrainerRanks:
         return self.layout.pipeline - 1 if entry.megatron.startswith(_LAST_STAGE) else 0
 
     def source_ranks(self, entry: Entry) -> tuple[int, ...]:
-        """Return the ranks that send an entry's shards, in shard order.
+        """Return the first rank that holds each shard of an entry, in shard order."""
+        shards, first, _ = self._shards(entry)
+        return tuple(range(first, first + shards))
 
-        Data and context ranks hold the same shard, and so do tensor ranks if the entry is not
-        sharded; the first of them sends it.
+    def holders(self, entry: Entry, shard: int) -> tuple[int, ...]:
+        """Return the ranks that hold a shard of an entry: data and context ranks hold the same
+        shard, and so do tensor ranks if the entry is not sharded.
         """
-        first, axis = self.first_of(self.stage(entry)), entry.shard.axis
+        shards, first, size = self._shards(entry)
+        period = size * (1 if entry.expert is None else self.layout.expert)
+        stage = self.first_of(self.stage(entry))
+        places = range(shard, shard + (1 if shards == size else size))
+        start = first - stage
+        return tuple(
+            stage + offset for offset in range(self.per_stage) if offset % period - start in places
+        )
+
+    def _shards(self, entry: Entry) -> tuple[int, int, int]:
+        """Return the number of an entry's shards, the first rank that holds one, and the number of
+        ranks on the axis that would shard it.
+        """
+        first = self.first_of(self.stage(entry))
+        size = self.layout.tensor if entry.shard.axis == "tensor" else self.layout.expert_tensor
         if entry.expert is not None:
             count = entry.hf_shapes[0][0]
             first += entry.expert * self.layout.expert // count * self.layout.expert_tensor
-        size = self.layout.tensor if axis == "tensor" else self.layout.expert_tensor
-        return tuple(range(first, first + (1 if entry.shard.dim is None else size)))
+        return 1 if entry.shard.dim is None else size, first, size
 
 
 def layer_stages(
@@ -138,6 +154,19 @@ class SyncPlan:
     def source_ranks(self) -> tuple[tuple[int, ...], ...]:
         """Ranks that send the shards of each entry, in shard order."""
         return tuple(self.trainer.source_ranks(entry) for entry in self.entries)
+
+    @cached_property
+    def holders(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Ranks that hold each shard of each entry."""
+        known: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
+        held = []
+        for entry, sources in zip(self.entries, self.source_ranks, strict=True):
+            key = (*sources, int(entry.shard.dim is None), int(entry.expert is None))
+            if key not in known:
+                shards = range(len(sources))
+                known[key] = tuple(self.trainer.holders(entry, shard) for shard in shards)
+            held.append(known[key])
+        return tuple(held)
 
     @cached_property
     def stages(self) -> tuple[int, ...]:

@@ -59,7 +59,9 @@ class ServerLayout:
     head if there are fewer heads than ranks. tied_embeddings: True if HF's files have no output
     head. linear_rows: Result of `linear_rows`. A model with Gated DeltaNet has no separate
     attention module in SGLang, and its stacks of experts in HF are not transposed. on_cpu: True for
-    a CPU server, where SGLang pads the width of language MLPs and experts.
+    a CPU server, where SGLang pads the width of language MLPs and experts. whole_experts: True if
+    its MoE kernels store experts in another order, so that the model's own loader must take whole
+    ones.
     """
 
     tensor_parallel: int = 1
@@ -68,6 +70,7 @@ class ServerLayout:
     tied_embeddings: bool = False
     linear_rows: tuple[int, int] | None = None
     on_cpu: bool = False
+    whole_experts: bool = False
 
     def __post_init__(self) -> None:
         assert self.tensor_parallel % self.expert_parallel == 0, "SGLang refuses such a server"

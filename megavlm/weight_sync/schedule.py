@@ -1,0 +1,272 @@
+"""Schedule of a weight update: which trainer rank sends which parts of its shards to which ranks of
+servers, in which portions. All functions are pure, and every rank computes the same schedule.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from megavlm.weight_sync.ownership import SyncPlan
+from megavlm.weight_sync.runs import Slices
+from megavlm.weight_sync.sglang_layout import ServerLayout, parameter_name
+
+
+@dataclass(frozen=True)
+class Target:
+    """Rank `rank` of servers of one layout, which all read the same bytes.
+
+    urls: The servers. node: The trainer node whose memory they can open; None for a server that
+    receives over the network, alone. full: True to send every tensor, and not only those that
+    training can change.
+    """
+
+    layout: ServerLayout
+    rank: int
+    full: bool
+    node: int | None
+    urls: tuple[str, ...]
+
+
+class Piece(NamedTuple):
+    """Part of a trainer rank's shard that goes to one parameter of a target.
+
+    entry: Index of the entry. source: First row (or column) in the shard. name, shape, row, dim,
+    start: As in `Slice` and `Run`. length: Number of rows. dtype: The server's. unit: Bytes of a
+    row. target: Index of the target.
+    """
+
+    entry: int
+    source: int
+    name: str
+    shape: tuple[int, ...]
+    row: int | None
+    dim: int
+    start: int
+    length: int
+    dtype: torch.dtype
+    unit: int
+    target: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.length * self.unit
+
+    def split(self, length: int) -> "tuple[Piece, Piece]":
+        """Split into the first `length` rows and the others."""
+        rest = self._replace(
+            source=self.source + length, start=self.start + length, length=self.length - length
+        )
+        return self._replace(length=length), rest
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What one rank sends to one target.
+
+    holder: Trainer rank whose shards the pieces are of. sender: Trainer rank that hands them to the
+    servers: the holder, or a rank on the servers' node to which the holder sends them once.
+    portions: Pieces of each round; all streams have the same number of rounds.
+    """
+
+    holder: int
+    sender: int
+    target: int
+    portions: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def room(self) -> int:
+        """Bytes of the largest portion, rounded up to whole words of its checksum."""
+        return max(padded(sum(piece.nbytes for piece in portion)) for portion in self.portions)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for portion in self.portions for piece in portion)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Targets and streams of a weight update. rounds: Number of portions of every stream."""
+
+    targets: Sequence[Target] = ()
+    streams: Sequence[Stream] = ()
+    rounds: int = 0
+    tensors: int = 0
+
+    def to(self, url: str, rank: int) -> list[int]:
+        """Return the indices of the streams to rank `rank` of a server."""
+        return [
+            index
+            for index, stream in enumerate(self.streams)
+            if self.targets[stream.target].rank == rank and url in self.targets[stream.target].urls
+        ]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server as the schedule sees it. full: True if it gets every tensor."""
+
+    url: str
+    layout: ServerLayout
+    full: bool
+    node: int | None = None
+
+
+def make_schedule(
+    plan: SyncPlan, servers: Sequence[Server], dtype: torch.dtype, portion_bytes: int
+) -> Schedule:
+    """Return the schedule of an update.
+
+    dtype: The dtype of the servers' weights. portion_bytes: Bytes that a rank of a server receives,
+    and a rank of the trainer sends, in a round.
+
+    The bytes of a shard are balanced over the ranks that hold it. To servers on a trainer node, the
+    holders on that node send, so that nothing crosses the network; if it has none, holders
+    elsewhere send the bytes once to a rank of the node.
+    """
+    targets = _targets(servers)
+    queues = _pieces(plan, targets, dtype)
+    shares: dict[tuple[int, int, int], list[Piece]] = {}
+    proxied = Counter[int]()
+    trainer = plan.trainer
+    for holders, pieces in queues.items():
+        # Pieces with the same senders are cut into shares of equal bytes.
+        groups: dict[tuple[tuple[int, ...], bool], list[Piece]] = {}
+        for piece in pieces:
+            node = targets[piece.target].node
+            near = tuple(r for r in holders if node is None or trainer.node(r) == node)
+            groups.setdefault((near or holders, bool(near)), []).append(piece)
+        for (senders, direct), together in groups.items():
+            for holder, share in zip(senders, cut(together, len(senders)), strict=True):
+                for target, some in groupby(share, key=lambda piece: piece.target):
+                    own, sender = [*some], holder
+                    if not direct:
+                        node = targets[target].node
+                        local = [r for r in range(trainer.world_size) if trainer.node(r) == node]
+                        sender = min(local, key=lambda rank: proxied[rank])
+                        proxied[sender] += _size(own)
+                    shares.setdefault((holder, sender, target), []).extend(own)
+    received, sent = Counter[int](), Counter[int]()
+    for (_, sender, target), pieces in shares.items():
+        received[target] += _size(pieces)
+        sent[sender] += _size(pieces)
+    most = max([*received.values(), *sent.values()], default=0)
+    rounds = math.ceil(most / portion_bytes)
+    streams = []
+    for (holder, sender, target), pieces in sorted(shares.items(), key=lambda item: item[0]):
+        # Wide numbers first, so that every piece of a portion is aligned.
+        pieces.sort(key=lambda piece: (-piece.dtype.itemsize, piece.entry))
+        portions = tuple(tuple(portion) for portion in cut(pieces, rounds))
+        streams.append(Stream(holder, sender, target, portions))
+    entries = {piece.entry for pieces in queues.values() for piece in pieces}
+    names = {name for index in entries for name in plan.entries[index].hf}
+    return Schedule(targets, streams, rounds, len(names))
+
+
+def cut(pieces: Iterable[Piece], parts: int) -> list[list[Piece]]:
+    """Cut a sequence of pieces into parts of nearly equal bytes. Pieces are split between rows."""
+    queue = [*pieces]
+    total, done = _size(queue), 0
+    result: list[list[Piece]] = []
+    queue.reverse()
+    for number in range(parts):
+        end = total * (number + 1) // parts
+        part: list[Piece] = []
+        while queue:
+            piece = queue.pop()
+            rows = min(piece.length, round((end - done) / piece.unit))
+            if rows <= 0:
+                queue.append(piece)
+                break
+            if rows < piece.length:
+                piece, rest = piece.split(rows)
+                queue.append(rest)
+            part.append(piece)
+            done += piece.nbytes
+        result.append(part)
+    assert not queue
+    return result
+
+
+def padded(num_bytes: int) -> int:
+    """Round up to whole words of a checksum."""
+    return -(-num_bytes // 8) * 8
+
+
+def _targets(servers: Sequence[Server]) -> list[Target]:
+    """Return the targets. Servers of one kind on one node are read from the same memory."""
+    kinds: dict[tuple[object, ...], list[str]] = {}
+    for server in servers:
+        alone = server.url if server.node is None else None
+        kinds.setdefault((server.layout, server.full, server.node, alone), []).append(server.url)
+    return [
+        Target(layout, rank, full, node, tuple(urls))
+        for (layout, full, node, _), urls in kinds.items()
+        for rank in range(layout.tensor_parallel)
+    ]
+
+
+def _pieces(
+    plan: SyncPlan, targets: Sequence[Target], dtype: torch.dtype
+) -> Mapping[tuple[int, ...], list[Piece]]:
+    """Return the pieces of all targets by the ranks that hold them."""
+    layout = plan.trainer.layout
+    slices = Slices(layout.tensor, layout.expert_tensor)
+    known: dict[tuple[ServerLayout, int, bool], list[tuple[tuple[int, ...], Piece]]] = {}
+    queues: dict[tuple[int, ...], list[Piece]] = {}
+    for number, target in enumerate(targets):
+        kind = target.layout, target.rank, target.full
+        if kind not in known:
+            known[kind] = [*_of_kind(plan, slices, *kind, dtype)]
+        for holders, piece in known[kind]:
+            queues.setdefault(holders, []).append(piece._replace(target=number))
+    return queues
+
+
+def _of_kind(
+    plan: SyncPlan,
+    slices: Slices,
+    layout: ServerLayout,
+    rank: int,
+    full: bool,
+    dtype: torch.dtype,
+) -> "Iterable[tuple[tuple[int, ...], Piece]]":
+    groups: dict[tuple[str, int | None], list[int]] = {}
+    for index, entry in enumerate(plan.entries):
+        groups.setdefault((parameter_name(entry.hf[0]), entry.expert), []).append(index)
+    for indices in groups.values():
+        if not full and plan.changed.isdisjoint(indices):
+            continue
+        entries = [plan.entries[index] for index in indices]
+        kind = entries[0].dtype or dtype
+        for part in slices.of(entries, layout, rank):
+            inner = part.shape if part.row is None else part.shape[1:]
+            unit = math.prod(inner) // inner[part.dim] * kind.itemsize
+            for run in part.runs:
+                index = indices[run.part]
+                if not full and index not in plan.changed:
+                    continue  # another part of a fused parameter
+                yield (
+                    plan.holders[index][run.shard],
+                    Piece(
+                        index,
+                        run.source,
+                        part.name,
+                        part.shape,
+                        part.row,
+                        part.dim,
+                        run.start,
+                        run.length,
+                        kind,
+                        unit,
+                        0,
+                    ),
+                )
+
+
+def _size(pieces: Iterable[Piece]) -> int:
+    return sum(piece.nbytes for piece in pieces)
