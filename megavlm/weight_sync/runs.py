@@ -48,14 +48,16 @@ class Slice:
     """A parameter of a server's rank, or the tensor of one expert in it, and its runs.
 
     name, shape: Of the parameter. row: Row of a stack of experts; None for other parameters. dim:
-    The dim of the runs, in the shard and in the parameter (or in its row). Zeros that pad the
-    parameter are in no run, because the server has them already.
+    The dim of the runs, in the shard and in the parameter (or in its row). whole: True for a tensor
+    of HF that the model's own loader must take. Zeros that pad the parameter are in no run, because
+    the server has them already.
     """
 
     name: str
     shape: tuple[int, ...]
     row: int | None
     dim: int
+    whole: bool
     runs: tuple[Run, ...]
 
 
@@ -133,7 +135,8 @@ class Slices:
                 inner = [entries[0].hf_shapes[0][0] // layout.expert_parallel, *inner]
             runs = tuple(_runs(numbers.tolist(), places))
             name = name.partition("[")[0]
-            yield Slice(name, tuple(inner), 0 if is_stack else None, dim, runs)
+            row, whole = 0 if is_stack else None, is_expert and not is_stack
+            yield Slice(name, tuple(inner), row, dim, whole, runs)
 
 
 def _runs(numbers: Sequence[int], places: Sequence[tuple[int, int, int]]) -> Iterator[Run]:

@@ -5,7 +5,7 @@ servers, in which portions. All functions are pure, and every rank computes the 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -36,8 +36,8 @@ class Piece(NamedTuple):
     """Part of a trainer rank's shard that goes to one parameter of a target.
 
     entry: Index of the entry. source: First row (or column) in the shard. name, shape, row, dim,
-    start: As in `Slice` and `Run`. length: Number of rows. dtype: The server's. unit: Bytes of a
-    row. target: Index of the target.
+    whole, start: As in `Slice` and `Run`. length: Number of rows. dtype: The server's. unit: Bytes
+    of a row. target: Index of the target.
     """
 
     entry: int
@@ -46,6 +46,7 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     row: int | None
     dim: int
+    whole: bool
     start: int
     length: int
     dtype: torch.dtype
@@ -89,8 +90,10 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Targets and streams of a weight update. rounds: Number of portions of every stream."""
+class SyncSchedule:
+    """Targets and streams of a weight update. rounds: Number of portions of every stream. tensors:
+    Number of HF tensors.
+    """
 
     targets: Sequence[Target] = ()
     streams: Sequence[Stream] = ()
@@ -118,7 +121,7 @@ class Server:
 
 def make_schedule(
     plan: SyncPlan, servers: Sequence[Server], dtype: torch.dtype, portion_bytes: int
-) -> Schedule:
+) -> SyncSchedule:
     """Return the schedule of an update.
 
     dtype: The dtype of the servers' weights. portion_bytes: Bytes that a rank of a server receives,
@@ -158,13 +161,14 @@ def make_schedule(
     rounds = math.ceil(most / portion_bytes)
     streams = []
     for (holder, sender, target), pieces in sorted(shares.items(), key=lambda item: item[0]):
-        # Wide numbers first, so that every piece of a portion is aligned.
-        pieces.sort(key=lambda piece: (-piece.dtype.itemsize, piece.entry))
+        # Wide numbers first, so that every piece of a portion is aligned. Whole experts last,
+        # because checksums leave them out.
+        pieces.sort(key=lambda piece: (piece.whole, -piece.dtype.itemsize, piece.entry))
         portions = tuple(tuple(portion) for portion in cut(pieces, rounds))
         streams.append(Stream(holder, sender, target, portions))
     entries = {piece.entry for pieces in queues.values() for piece in pieces}
     names = {name for index in entries for name in plan.entries[index].hf}
-    return Schedule(targets, streams, rounds, len(names))
+    return SyncSchedule(targets, streams, rounds, len(names))
 
 
 def cut(pieces: Iterable[Piece], parts: int) -> list[list[Piece]]:
@@ -199,14 +203,14 @@ def padded(num_bytes: int) -> int:
 
 def _targets(servers: Sequence[Server]) -> list[Target]:
     """Return the targets. Servers of one kind on one node are read from the same memory."""
-    kinds: dict[tuple[object, ...], list[str]] = {}
+    kinds: dict[Server, list[str]] = {}
     for server in servers:
-        alone = server.url if server.node is None else None
-        kinds.setdefault((server.layout, server.full, server.node, alone), []).append(server.url)
+        kind = server if server.node is None else replace(server, url="")
+        kinds.setdefault(kind, []).append(server.url)
     return [
-        Target(layout, rank, full, node, tuple(urls))
-        for (layout, full, node, _), urls in kinds.items()
-        for rank in range(layout.tensor_parallel)
+        Target(kind.layout, rank, kind.full, kind.node, tuple(urls))
+        for kind, urls in kinds.items()
+        for rank in range(kind.layout.tensor_parallel)
     ]
 
 
@@ -259,6 +263,7 @@ def _of_kind(
                         part.shape,
                         part.row,
                         part.dim,
+                        part.whole,
                         run.start,
                         run.length,
                         kind,

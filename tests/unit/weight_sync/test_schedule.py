@@ -17,7 +17,7 @@ from megavlm.parallel.mesh import Layout
 from megavlm.run.capacity.weight_updates import stored_bytes
 from megavlm.weight_sync.gather import to_hf
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
-from megavlm.weight_sync.schedule import Schedule, Server, cut, make_schedule
+from megavlm.weight_sync.schedule import Server, SyncSchedule, cut, make_schedule
 from megavlm.weight_sync.sglang_layout import (
     ServerLayout,
     hub_tensors,
@@ -74,7 +74,7 @@ def stored(plan: SyncPlan, layout: ServerLayout, rank: int) -> dict[str, Tensor]
     return held
 
 
-def received(plan: SyncPlan, schedule: Schedule, number: int) -> dict[str, Tensor]:
+def received(plan: SyncPlan, schedule: SyncSchedule, number: int) -> dict[str, Tensor]:
     """What a target holds after an update."""
     sizes = {
         "tensor": plan.trainer.layout.tensor,
