@@ -11,7 +11,7 @@ path: `algorithm.advantage_estimator: my_package.module:function`. For example
 Further parameters are options: `algorithm.options: {scale: 2.0}` is given to a function with a
 parameter `scale`. `advantage_estimator` declares the properties of an estimator:
 
-    @advantage_estimator(whiten=True)
+    @advantage_estimator(whiten=True, within_groups=True)
     def whitened(inputs: AdvantageInputs, settings: GRPO) -> Tensor: ...
 """
 
@@ -58,11 +58,14 @@ class Estimator:
 
     whiten: the trainer normalises its advantages over all tokens of the step (whitening.py).
     needs_group: it compares the responses to a prompt, so a single response has no advantage.
+    within_groups: before any whitening, the advantages of a group depend on that group alone, so
+    that they can be computed before other groups are complete (rollout.overlap).
     """
 
     function: EstimatorFunction
     whiten: bool = False
     needs_group: bool = False
+    within_groups: bool = False
 
     def __call__(self, inputs: AdvantageInputs, settings: GRPO) -> Tensor:
         """Compute advantages [N]. Raises ValueError if the function returns another shape."""
@@ -77,7 +80,7 @@ class Estimator:
 
 
 def advantage_estimator(
-    *, whiten: bool = False, needs_group: bool = False
+    *, whiten: bool = False, needs_group: bool = False, within_groups: bool = False
 ) -> Callable[[EstimatorFunction], Estimator]:
     """Return a decorator that declares an estimator's properties."""
-    return lambda function: Estimator(function, whiten, needs_group)
+    return lambda function: Estimator(function, whiten, needs_group, within_groups)

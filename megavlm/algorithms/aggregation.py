@@ -10,24 +10,35 @@ is a plain sum, whatever packs and ranks hold the tokens.
 from collections.abc import Sequence
 
 
+def loss_units(lengths: Sequence[int], counted: Sequence[bool], aggregation: str) -> int:
+    """Return the number of tokens, or of sequences, over which the loss of these sequences is
+    averaged. The arguments are as in `token_weights`.
+    """
+    if aggregation != "token_mean":
+        return sum(counted)
+    return sum(length for length, counts in zip(lengths, counted, strict=True) if counts)
+
+
 def token_weights(
-    lengths: Sequence[int], counted: Sequence[bool], aggregation: str, max_length: int
+    lengths: Sequence[int],
+    counted: Sequence[bool],
+    aggregation: str,
+    max_length: int,
+    units: float | None = None,
 ) -> list[float]:
     """Return the weight of each token of a sequence, for every sequence of an update.
 
     lengths: number of tokens of each sequence, > 0. counted: False for sequences that are not
     trained on; they get weight 0, and no denominator counts them. max_length: longest possible
-    sequence.
+    sequence. units: `loss_units` of the whole update; None if these are all of its sequences.
     """
-    num_sequences = max(sum(counted), 1)
-    num_tokens = max(
-        sum(length for length, counts in zip(lengths, counted, strict=True) if counts), 1
-    )
+    if units is None:
+        units = max(loss_units(lengths, counted, aggregation), 1)
     weights = {
-        "token_mean": lambda length: 1.0 / num_tokens,
-        "sequence_mean": lambda length: 1.0 / (num_sequences * length),
-        "sequence_sum": lambda length: 1.0 / num_sequences,
-        "constant": lambda length: 1.0 / (num_sequences * max_length),
+        "token_mean": lambda length: 1.0 / units,
+        "sequence_mean": lambda length: 1.0 / (units * length),
+        "sequence_sum": lambda length: 1.0 / units,
+        "constant": lambda length: 1.0 / (units * max_length),
     }
     weight = weights[aggregation]
     return [

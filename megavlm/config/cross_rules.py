@@ -43,6 +43,7 @@ def check(config: Config) -> None:
     _check_curriculum(config)
     _check_oversample(config)
     _check_staleness(config)
+    _check_overlap(config)
     _check_replay(config)
     _check_adapters(config)
     _check_warmup(config)
@@ -207,6 +208,29 @@ def _check_staleness(config: Config) -> None:
         raise ValueError(
             f"{key} goes on with responses after a push, but rollout.lora=adapter unloads the "
             "adapter that they began with: set rollout.lora=merged or rollout.max_staleness=0"
+        )
+
+
+def _check_overlap(config: Config) -> None:
+    rollout = config.rollout
+    if not rollout.overlap:
+        return
+    key = "rollout.overlap=true"
+    if rollout.colocate:
+        raise ValueError(
+            f"{key} trains while the servers generate, but rollout.colocate=true has them take "
+            "turns on the same GPUs: set one of them to false"
+        )
+    if rollout.oversample != 1:
+        raise ValueError(
+            f"rollout.oversample={rollout.oversample} aborts slow responses, but {key} waits for "
+            "none of them while it trains: set rollout.oversample=1.0 or rollout.overlap=false"
+        )
+    if rollout.router is not None:
+        raise ValueError(
+            f"{key} sends requests to servers that have taken the last push, but "
+            f"rollout.router={rollout.router} hides them: set rollout.router=null or "
+            "rollout.overlap=false"
         )
 
 

@@ -110,6 +110,15 @@ class Rollout(Section):
     for the age. Trainer and servers need separate GPUs. A value above 1 helps only if the time of
     rollouts varies from step to step."""
 
+    overlap: bool = False
+    """Work on the groups of a step as they arrive, in waves, while the servers generate the others.
+    A wave has enough tokens for a round of packs on every data rank. Its images are encoded and its
+    log-probs computed at once, and the gradient of the step's first update accumulates over the
+    waves; the loss is divided by the number of tokens or sequences at the end. The result is that
+    of a step without waves, up to rounding, and no token is stale. It pays where trainer and
+    servers have GPUs of their own. False repeats a run bit by bit: with true, the order of sums is
+    the order of arrival."""
+
     replay: str | None = None
     """Folder of recorded rollouts to train on: RUN_DIR/rollouts of a run with
     `run.record_rollouts`. Step n trains on the groups of step n of that run: no responses are

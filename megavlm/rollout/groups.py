@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.algorithms.aggregation import token_weights
+from megavlm.algorithms.aggregation import loss_units, token_weights
 from megavlm.algorithms.dapo import has_signal as rewards_differ
 from megavlm.algorithms.dapo import overlong_penalty
 from megavlm.config.algorithm import PolicyOptimization
@@ -55,23 +55,21 @@ def policy_trees(
     max_new_tokens: int,
     max_turns: int = 1,
     version: int = 0,
+    units: float | None = None,
 ) -> list[Tree]:
     """Return the trees of one update: one tree per group, with the prompt once and all responses
     with their columns.
 
     max_new_tokens: Token limit of one turn. max_turns: Maximum turns of an episode. version:
-    Version of the current weights. A skipped episode has zero loss weights, and does not affect the
+    Version of the current weights. units: Denominator of the loss, if the update has further
+    groups; see `units_of`. A skipped episode has zero loss weights, and does not affect the
     advantages of others.
     """
     episodes = [(number, episode) for number, g in enumerate(groups) for episode in g.episodes]
     responses = [episode.response for _, episode in episodes]
-    lengths = [len(response.token_ids) for response in responses]
-    counted = [
-        not episode.score.skipped and not (settings.mask_truncated and response.finish == "length")
-        for (_, episode), response in zip(episodes, responses, strict=True)
-    ]
+    lengths, counted = _counted(groups, settings)
     longest = max_new_tokens * max_turns
-    weights = token_weights(lengths, counted, settings.loss_aggregation, longest)
+    weights = token_weights(lengths, counted, settings.loss_aggregation, longest, units)
     columns: list[list[TargetColumns]] = [[] for _ in groups]
     for sequence_id, ((group_id, episode), response) in enumerate(
         zip(episodes, responses, strict=True)
@@ -91,6 +89,23 @@ def policy_trees(
             )
         )
     return [group_tree(*item) for item in zip(groups, columns, strict=True)]
+
+
+def units_of(groups: Sequence[Group], settings: PolicyOptimization) -> int:
+    """Return the tokens or sequences of groups over which an update averages its loss."""
+    return loss_units(*_counted(groups, settings), settings.loss_aggregation)
+
+
+def _counted(groups: Sequence[Group], settings: PolicyOptimization) -> tuple[list[int], list[bool]]:
+    """Return the length of each episode, and whether it is trained on."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    lengths = [sum(len(r.token_ids) for r in episode.responses) for episode in episodes]
+    counted = [
+        not episode.score.skipped
+        and not (settings.mask_truncated and episode.responses[-1].finish == "length")
+        for episode in episodes
+    ]
+    return lengths, counted
 
 
 def rollout_metrics(groups: Sequence[Group], version: int | None = None) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The source of the groups that a step trains on: the one door through which experience comes."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from megavlm.environments.curriculum import Curriculum
 from megavlm.inference.connect import Connection
@@ -11,6 +11,7 @@ from megavlm.rollout.in_step import InStepSource
 from megavlm.rollout.replay import ReplaySource
 from megavlm.rollout.sampler import Refit, Sampler
 from megavlm.rollout.trajectory import Group
+from megavlm.rollout.wave import Wave
 
 
 class GroupSource(Protocol):
@@ -45,6 +46,18 @@ class GroupSource(Protocol):
         """End all processes of the source."""
 
 
+@runtime_checkable
+class WaveSource(GroupSource, Protocol):
+    """Source that can also hand over the groups of a step as they are played."""
+
+    def waves(
+        self, count: int, version: int, refit: Refit | None, least_tokens: int
+    ) -> Iterator[Wave]:
+        """Yield the groups to train on in the step, in waves. Only the last wave may have fewer
+        than `least_tokens` tokens. Generation goes on between two waves. Raises as `take` does.
+        """
+
+
 def make_source(
     sampler: Sampler, connection: Connection | None, curriculum: Curriculum, phases: Phases
 ) -> GroupSource:
@@ -56,7 +69,7 @@ def make_source(
     rollout = sampler.config.rollout
     if rollout.replay is not None:
         return ReplaySource(sampler, rollout.replay, phases)
-    if rollout.max_staleness == 0:
+    if rollout.max_staleness == 0 and not rollout.overlap:
         return InStepSource(sampler, curriculum, phases)
     assert connection is not None
     return AheadSource(sampler.config, connection, curriculum, phases)

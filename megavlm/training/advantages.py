@@ -25,15 +25,23 @@ from megavlm.data.packing import Pack, Tree
 from megavlm.data.target_tokens import TargetColumns, concatenate
 
 
-def with_advantages(minibatches: Sequence[Sequence[Tree]], settings: GRPO) -> list[list[Tree]]:
+def with_advantages(
+    minibatches: Sequence[Sequence[Tree]], settings: GRPO, *, is_whole: bool = True
+) -> list[list[Tree]]:
     """Return the trees of a step's minibatches with `advantages` in their columns. The KL in the
     reward is not included: with kl_in=reward the columns also get `rows`, which `add_kl_advantages`
-    uses later. Driver only.
+    uses later. is_whole: False for a wave of the step, whose advantages are whitened by
+    `whiten_advantages` later. Driver only.
     """
-    tables = [concatenate([c for tree in trees for c in _columns(tree)]) for trees in minibatches]
-    made = _estimate([_inputs(table) for table in tables], tables, settings)
+    present = [trees for trees in minibatches if trees]  # a wave may have none of a minibatch
+    tables = [concatenate([c for tree in trees for c in _columns(tree)]) for trees in present]
+    made = iter(_estimate(tables, settings, whitens=is_whole))
     result = []
-    for trees, advantages in zip(minibatches, made, strict=True):
+    for trees in minibatches:
+        if not trees:
+            result.append(list[Tree]())
+            continue
+        advantages = next(made)
         rows = torch.arange(len(advantages)) if settings.kl_in == "reward" else None
         parts, start = [], 0
         for tree in trees:
@@ -60,21 +68,23 @@ def add_kl_advantages(
     *,
     kl_coefficient: float,
     over_all: Reduce,
+    is_whole: bool = True,
 ) -> None:
     """Recompute the packs' `advantages` with the KL in the reward. Collective.
 
     num_targets: Target tokens of each minibatch, on all ranks together. over_all: Sum over all
-    ranks that hold packs.
+    ranks that hold packs. is_whole: As in `with_advantages`.
     """
-    inputs, tables = [], []
+    present, tables = [packs for packs in minibatches if packs], []
     for packs, num in zip(minibatches, num_targets, strict=True):
+        if not packs:
+            continue
         held = concatenate([pack.columns for pack in packs if pack.columns is not None])
         assert held.rows is not None
         rewards = held.rewards - kl_coefficient * _kl(held, settings)
-        table = _scattered(replace(held, rewards=rewards), held.rows, num, over_all)
-        tables.append(table)
-        inputs.append(_inputs(table))
-    for packs, advantages in zip(minibatches, _estimate(inputs, tables, settings), strict=True):
+        tables.append(_scattered(replace(held, rewards=rewards), held.rows, num, over_all))
+    made = _estimate(tables, settings, whitens=is_whole)
+    for packs, advantages in zip(present, made, strict=True):
         for pack in packs:
             assert pack.columns is not None and pack.columns.rows is not None
             pack.columns = replace(pack.columns, advantages=advantages[pack.columns.rows])
@@ -103,24 +113,29 @@ def add_value_advantages(
         columns = replace(columns, advantages=advantages, returns=returns)
         pack.columns = columns.select(pack.target_index)
     if settings.normalize_advantages:
-        # Whiten these columns only. Packs cannot be concatenated as a whole, because old_logprobs
-        # is set only after the first minibatch.
-        made = [pack.columns for pack in packs if pack.columns is not None]
-        advantages = torch.cat([c.advantages for c in made if c.advantages is not None])
-        counted = torch.cat([c.loss_weights for c in made]) > 0
-        parts = whiten(advantages, counted, over_all).split([pack.num_targets for pack in packs])
-        for pack, part in zip(packs, parts, strict=True):
-            assert pack.columns is not None
-            pack.columns = replace(pack.columns, advantages=part)
+        whiten_advantages(packs, over_all=over_all)
 
 
-def _estimate(
-    inputs: Sequence[AdvantageInputs], tables: Sequence[TargetColumns], settings: GRPO
-) -> list[Tensor]:
+def whiten_advantages(packs: Sequence[Pack], *, over_all: Reduce) -> None:
+    """Normalise the advantages of all packs of a step. over_all: Sum over all ranks that hold
+    packs. Collective.
+    """
+    # Whiten these columns only. Packs cannot be concatenated as a whole, because old_logprobs is
+    # set only after the first minibatch.
+    made = [pack.columns for pack in packs if pack.columns is not None]
+    advantages = torch.cat([c.advantages for c in made if c.advantages is not None])
+    counted = torch.cat([c.loss_weights for c in made]) > 0
+    parts = whiten(advantages, counted, over_all).split([pack.num_targets for pack in packs])
+    for pack, part in zip(packs, parts, strict=True):
+        assert pack.columns is not None
+        pack.columns = replace(pack.columns, advantages=part)
+
+
+def _estimate(tables: Sequence[TargetColumns], settings: GRPO, *, whitens: bool) -> list[Tensor]:
     """Return the advantages of each minibatch."""
     estimator = load_advantage_estimator(settings)
-    made = [estimator(of_minibatch, settings) for of_minibatch in inputs]
-    if not estimator.whiten:
+    made = [estimator(_inputs(table), settings) for table in tables]
+    if not (estimator.whiten and whitens):
         return made
     counted = torch.cat([table.loss_weights for table in tables]) > 0
     return list(whiten(torch.cat(made), counted).split([len(x) for x in made]))

@@ -34,8 +34,9 @@ class BaseTrainer:
         to rollout servers; None in a run that generates nothing.
         """
         self.train_state, self.driver, self.sync = train_state, driver, sync
-        # Forward passes of the language model in a step, by phase; updates are not counted.
-        self.passes: defaultdict[str, float] = defaultdict(float)
+        # Tokens of a step times forward passes of the language model, by phase; updates are not
+        # counted.
+        self.passed_tokens: defaultdict[str, float] = defaultdict(float)
         opened = () if driver is None else (driver.sampler.processor, driver.sampler.rows)
         self._image_reader = ImageReader(train_state.config, *opened)
 
@@ -190,11 +191,14 @@ class BaseTrainer:
         seconds, pushes = self.train_state.phases.take(), self.weights.take_reports()
         if self.driver is None:
             return
-        passes = {**self.passes, "update": self.update_passes}
-        self.passes.clear()
+        passes = {phase: tokens / num_tokens for phase, tokens in self.passed_tokens.items()}
+        passes |= {"update": self.update_passes}
+        self.passed_tokens.clear()
         metrics |= self.driver.planner.utilization(passes, seconds)
         metrics |= {
             "tokens_per_second": num_tokens / seconds["seconds/total"],
             "memory_gib": platform.peak_memory_bytes() / 2**30,
         }
+        if "seconds/rollout" in seconds:
+            metrics["trainer_idle_share"] = seconds["seconds/rollout"] / seconds["seconds/total"]
         self.driver.record(self.train_state.step, metrics | sync_metrics(pushes) | seconds, samples)

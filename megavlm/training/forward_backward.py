@@ -19,7 +19,8 @@ from megavlm.training.step.vision_features import VisionFeatures
 
 # Computes from a pack's scores the loss, already divided by its global denominator, and measures to
 # be summed over ranks (`reduce_measures`).
-LossFunction = Callable[[Pack, TokenScores], tuple[Tensor, dict[str, Tensor]]]
+Measures = dict[str, Tensor]
+LossFunction = Callable[[Pack, TokenScores], tuple[Tensor, Measures]]
 Chunks = Sequence[DistributedDataParallel]  # virtual stages of this pipeline rank, in order
 
 
@@ -68,12 +69,12 @@ def forward_backward(
     features: VisionFeatures,
     scoring: Scoring,
     loss_function: LossFunction,
-) -> list[dict[str, Tensor]]:
+) -> list[Measures]:
     """Accumulate and reduce the gradients of the packs' losses. Returns the measures of each pack
     on the last pipeline stage, an empty list on others. Collective.
     """
 
-    def loss_of(pack: Pack, scores: TokenScores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def loss_of(pack: Pack, scores: TokenScores) -> tuple[Tensor, Tensor, Measures]:
         loss, sums = loss_function(pack, scores)
         num_tokens = torch.zeros(
             [], dtype=torch.int, device=loss.device

@@ -6,7 +6,8 @@ the vision tower, so the tower must not trigger a collective: its gradients are 
 backward, and all gathers start together after the update, in the order of the forward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -129,6 +130,30 @@ def finalize_gradients(
     """
     finalize_model_grads(chunks, None)
     sum_tower_gradients(chunks[0].module)
+
+
+@contextmanager
+def without_reduction(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Leave the gradients of backward passes within the context unreduced, to be reduced once by
+    `reduce_gradients`.
+    """
+    config = chunks[0].config
+    functions = config.finalize_model_grads_func, config.no_sync_func
+    # A pipeline schedule would leave no_sync before its last microbatch.
+    config.finalize_model_grads_func = config.no_sync_func = None
+    with ExitStack() as stack:
+        for chunk in chunks:
+            stack.enter_context(chunk.no_sync())
+        yield
+    config.finalize_model_grads_func, config.no_sync_func = functions
+
+
+def reduce_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Reduce gradients that were accumulated `without_reduction`. Collective."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_grad_reduce:
+            chunk.start_grad_sync()
+    finalize_gradients(list(chunks))
 
 
 def sum_tower_gradients(model: VisionLanguageModel) -> None:

@@ -15,9 +15,8 @@ from megavlm.config.algorithm import PPO, PolicyOptimization
 from megavlm.data.packing import Pack
 from megavlm.data.target_tokens import TargetColumns
 from megavlm.models.common.logprobs import TokenScores
-from megavlm.training.forward_backward import LossFunction
+from megavlm.training.forward_backward import LossFunction, Measures
 
-Measures = dict[str, Tensor]
 CUSTOM = "policy_loss/"  # prefix of the metrics that a policy loss adds
 
 

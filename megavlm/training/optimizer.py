@@ -31,8 +31,14 @@ from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.collectives import any_rank, reduce_measures
 from megavlm.parallel.mesh import Mesh
 from megavlm.parallel.offload import Offloadable, distinct_storages
-from megavlm.training.forward_backward import LossFunction, forward_backward
-from megavlm.training.gradient_buffers import begin_gather, finish_gather, wrap
+from megavlm.training.forward_backward import LossFunction, Measures, forward_backward
+from megavlm.training.gradient_buffers import (
+    begin_gather,
+    finish_gather,
+    reduce_gradients,
+    without_reduction,
+    wrap,
+)
 from megavlm.training.guards import SkipCounter
 from megavlm.training.step.vision_features import VisionFeatures
 
@@ -139,6 +145,37 @@ class Updater:
         reports = forward_backward(
             self.chunks, packs, features, scoring or Scoring(), loss_function
         )
+        return self._apply(reports, step, value_head_alone=value_head_alone)
+
+    def accumulate(
+        self,
+        packs: Sequence[Pack],
+        features: VisionFeatures,
+        loss_function: LossFunction,
+        scoring: Scoring,
+    ) -> list[Measures]:
+        """Add the packs' gradients to the present ones, which `update_accumulated` reduces and
+        applies. Returns the packs' measures. Collective.
+        """
+        with without_reduction(self.chunks):
+            return forward_backward(self.chunks, packs, features, scoring, loss_function)
+
+    def update_accumulated(
+        self, reports: Sequence[Measures], *, scale: float, step: int
+    ) -> dict[str, float]:
+        """Make the update of the accumulated gradients times `scale`. reports: Measures from
+        `accumulate`. Returns measures as `update` does. Collective.
+        """
+        reduce_gradients(self.chunks)
+        for chunk in self.chunks:
+            chunk.scale_gradients(scale)
+        scaled = [report | {"loss": scale * report["loss"]} for report in reports]
+        return self._apply(scaled, step)
+
+    def _apply(
+        self, reports: Sequence[Measures], step: int, *, value_head_alone: bool = False
+    ) -> dict[str, float]:
+        """Make at most one optimizer step with the reduced gradients; see `update`."""
         self.finish()  # gathers that no forward has waited for, such as an unused tower's
         measures = reduce_measures(reports, self.mesh)
         skipped = not self.gradients_are_finite()

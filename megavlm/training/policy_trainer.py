@@ -10,17 +10,12 @@ from megavlm.data.packing import Pack
 from megavlm.inference.protocol import Sampling
 from megavlm.models.common.logprobs import Scoring
 from megavlm.parallel.collectives import broadcast_object, summing
-from megavlm.rollout.groups import (
-    policy_trees,
-    rollout_metrics,
-    sample_records,
-    select_groups,
-)
-from megavlm.rollout.trajectory import Group
-from megavlm.training.advantages import add_kl_advantages, with_advantages
+from megavlm.rollout.groups import policy_trees, rollout_metrics, sample_records
+from megavlm.rollout.wave import Wave
+from megavlm.training.advantages import add_kl_advantages, whiten_advantages, with_advantages
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.driver import Driver
-from megavlm.training.forward_backward import LossFunction, compute_logprobs
+from megavlm.training.forward_backward import LossFunction, Measures, compute_logprobs
 from megavlm.training.losses import Update, policy_loss
 from megavlm.training.metrics import policy_metrics
 from megavlm.training.reference import reference
@@ -28,6 +23,7 @@ from megavlm.training.step.rank_batch import RankBatch
 from megavlm.training.step.step_plan import StepPlan
 from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.training.train_state import TrainState
+from megavlm.training.waves import ArrivedWaves, StepGroups, done_early, waves_of_step
 from megavlm.weight_sync.sync import WeightSync
 
 
@@ -40,6 +36,7 @@ class PolicyTrainer(BaseTrainer):
         super().__init__(train_state, driver, sync)
         assert isinstance(train_state.config.algorithm, GRPO | PPO)
         self.settings = train_state.config.algorithm
+        self.early = done_early(train_state.config)
 
     def setup(self) -> None:
         train_state, driver = self.train_state, self.driver
@@ -56,69 +53,96 @@ class PolicyTrainer(BaseTrainer):
 
     def train_step(self) -> None:
         state, phases = self.train_state, self.train_state.phases
-        # the source times the phases data, reward and rollout itself
-        sampled = self.weights.run_on_driver(self.sample)
-        with phases("plan"):
-            plan = None if sampled is None else self.plan(sampled)
-            batch = self.share(plan)
-        with phases("vision"):
-            features = self.encode(batch)
-        with phases("reference"):
-            self.add_reference_logprobs(batch, features)
-        with phases("old_logprobs"):
-            self.add_old_logprobs(batch, features)
+        groups, arrived = self.begin_step(), ArrivedWaves()
+        while not arrived.is_complete:  # one wave, or several with rollout.overlap
+            # the source times the phases data, reward and rollout itself
+            wave = self.weights.run_on_driver(lambda: self.sample(groups))
+            with phases("plan"):
+                plan = None if wave is None else self.plan(groups, wave)
+                batch = self.share(plan)
+            with phases("vision"):
+                features = self.encode(batch)
+            with phases("reference"):
+                self.add_reference_logprobs(batch, features)
+            with phases("old_logprobs"):
+                self.add_old_logprobs(batch, features)
+            with phases("advantages"):
+                self.add_advantages(batch, features)
+            arrived.add(batch, features)
+            if self.early == "gradients" and not arrived.is_single:
+                with phases("update"):
+                    self.accumulate(arrived, batch, features)
+        batch, features = arrived.joined()
         with phases("advantages"):
-            self.add_advantages(batch, features)
+            self.complete_advantages(batch)
         with phases("update"):
-            metrics = self.update(batch, features)
+            metrics = self.update(batch, features, arrived.reports)
             state.updater.finish()
         state.step += 1
         if state.config.rollout.replay is None:
             with phases("sync"):
                 self.weights.push()
-        if sampled is not None:
-            metrics = rollout_metrics(sampled, state.step - 1) | metrics
+        if groups is not None:
+            metrics = rollout_metrics(groups.sampled, state.step - 1) | metrics
             assert self.driver is not None
-            samples = sample_records(self.select(sampled), self.driver.sampler.processor.pieces)
+            samples = sample_records(groups.trained, self.driver.sampler.processor.pieces)
+            metrics |= {"waves": float(groups.num_waves)} if self.early != "nothing" else {}
             self.record(metrics, num_tokens=batch.num_tokens, samples=samples)
 
-    def sample(self) -> list[Group]:
-        """Return the step's groups with their rewards. Driver only."""
+    def begin_step(self) -> StepGroups | None:
+        """Return the groups of the next step on the driver, None on other ranks."""
         state, driver = self.train_state, self.driver
-        assert driver is not None
-        wanted, version = self.settings.prompts_per_step, state.step
-        sampled = driver.source.take(wanted, version, self.weights.refit)
-        if state.config.run.record_rollouts:
+        if driver is None:
+            return None
+        tokens = None
+        if self.early != "nothing":
+            # A round of packs on every data rank, as many as fill a pipeline.
+            ranks = state.mesh.data_size * state.mesh.layout.pipeline
+            tokens = ranks * state.config.data.pack_tokens
+        waves = waves_of_step(
+            driver.source,
+            self.settings.prompts_per_step,
+            state.step,
+            self.weights.refit,
+            least_tokens=tokens,
+        )
+        return StepGroups(waves, self.settings)
+
+    def sample(self, groups: StepGroups | None) -> Wave:
+        """Return the next groups of the step with their rewards. Driver only."""
+        state, driver = self.train_state, self.driver
+        assert driver is not None and groups is not None
+        wave = groups.take()
+        if wave.is_last and state.config.run.record_rollouts:
             with state.phases("record"):
-                driver.recorder.record_rollouts(version + 1, sampled)
-        return sampled
+                driver.recorder.record_rollouts(state.step + 1, groups.sampled)
+        return wave
 
-    def select(self, sampled: Sequence[Group]) -> Sequence[Group]:
-        """Return the groups to train on."""
-        return select_groups(sampled, self.settings.prompts_per_step)
-
-    def plan(self, sampled: Sequence[Group]) -> StepPlan:
-        """Return the plan of the step. Driver only."""
-        groups, config = self.select(sampled), self.train_state.config
-        assert self.driver is not None
-        size = len(groups) // self.settings.minibatches
+    def plan(self, groups: StepGroups | None, wave: Wave) -> StepPlan:
+        """Return the plan of a wave of the step. Driver only."""
+        config = self.train_state.config
+        assert self.driver is not None and groups is not None
         minibatches = [
             policy_trees(
-                groups[start : start + size],
+                minibatch,
                 self.settings,
                 max_new_tokens=self.sampling.max_new_tokens,
                 max_turns=config.environment.max_turns,
                 version=self.train_state.step,
+                units=groups.units,
             )
-            for start in range(0, len(groups), size)
+            for minibatch in groups.minibatches(wave)
         ]
         if isinstance(self.settings, GRPO):
-            minibatches = with_advantages(minibatches, self.settings)
+            is_whole = self.early == "nothing"
+            minibatches = with_advantages(minibatches, self.settings, is_whole=is_whole)
         return self.driver.planner.plan(
             minibatches,
-            [prompt for group in groups for prompt in group.prompts],
-            [group.prompt for group in groups],
+            [prompt for group in wave.groups for prompt in group.prompts],
+            [group.prompt for group in wave.groups],
             tower_trained=self.tower_trained,
+            is_first=groups.num_waves == 1,
+            loss_scales=groups.loss_scales,
         )
 
     def add_reference_logprobs(self, batch: RankBatch, features: VisionFeatures) -> None:
@@ -148,7 +172,7 @@ class PolicyTrainer(BaseTrainer):
     ) -> None:
         packs = [pack for packs in batch.minibatches[first:] for pack in packs]
         phase = self.train_state.phases.current
-        self.passes[phase] += 1 - first / self.settings.minibatches
+        self.passed_tokens[phase] += batch.num_tokens * (1 - first / self.settings.minibatches)
         if packs:
             scores = compute_logprobs(
                 self.train_state.updater.chunks, packs, features, self.scoring
@@ -159,7 +183,7 @@ class PolicyTrainer(BaseTrainer):
                     pack.columns = replace(pack.columns, **{name: pack_scores.logprobs})
 
     def add_advantages(self, batch: RankBatch, features: VisionFeatures) -> None:
-        """Add the advantages that need log-probs or values; the driver has computed all others.
+        """Add the advantages that need log-probs of a wave; the driver has computed all others.
         Collective.
         """
         mesh = self.train_state.mesh
@@ -171,17 +195,44 @@ class PolicyTrainer(BaseTrainer):
                 self.settings,
                 kl_coefficient=self.state["kl_coefficient"],
                 over_all=summing(mesh.groups.dp_cp),
+                is_whole=self.early == "nothing",
             )
+
+    def complete_advantages(self, batch: RankBatch) -> None:
+        """Finish advantages that need the whole step. Collective."""
+        mesh = self.train_state.mesh
+        if mesh.is_last_stage and self.early == "passes":
+            whiten_advantages(batch.packs, over_all=summing(mesh.groups.dp_cp))
 
     @property
     def kl_in_reward(self) -> bool:
         in_reward = self.settings.kl_in == "reward"
         return in_reward and self.reference is not None and not self.is_reference
 
-    def update(self, batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
-        """Make all updates of the step. Returns metrics. Collective."""
+    def accumulate(self, arrived: ArrivedWaves, batch: RankBatch, features: VisionFeatures) -> None:
+        """Accumulate the gradients of a wave for the step's first update. Collective."""
+        updater = self.train_state.updater
+        if arrived.reports is None:
+            updater.zero_gradients()
+            arrived.reports = []
+        if packs := batch.minibatches[0]:
+            loss = self.loss(is_first=True)
+            arrived.reports += updater.accumulate(packs, features, loss, self.scoring)
+
+    def update(
+        self, batch: RankBatch, features: VisionFeatures, begun: list[Measures] | None = None
+    ) -> dict[str, float]:
+        """Make all updates of the step. Returns metrics. begun: Measures of the first update if its
+        gradients are accumulated. Collective.
+        """
         reports: list[dict[str, float]] = []
         for packs in batch.minibatches * self.settings.epochs:
+            if begun is not None and not reports:
+                assert batch.loss_scales is not None
+                scale, step = batch.loss_scales[0], self.train_state.step + 1
+                updater = self.train_state.updater
+                reports.append(updater.update_accumulated(begun, scale=scale, step=step))
+                continue
             loss = self.loss(is_first=not reports)
             reports.append(self.update_minibatch(packs, features, loss))
         metrics = policy_metrics(reports)

@@ -14,7 +14,7 @@ from megavlm.training.advantages import add_value_advantages
 from megavlm.training.colocate import trainer_memory
 from megavlm.training.critic import Critic
 from megavlm.training.driver import Driver
-from megavlm.training.forward_backward import compute_logprobs
+from megavlm.training.forward_backward import Measures, compute_logprobs
 from megavlm.training.losses import critic_loss, engine_gap, with_value_loss
 from megavlm.training.metrics import (
     critic_metrics,
@@ -64,6 +64,8 @@ class PPOTrainer(PolicyTrainer):
             self.add_shared_values(batch, features)
         else:
             self.critic.add_values(batch.packs, self.critic.features(features, batch.images))
+
+    def complete_advantages(self, batch: RankBatch) -> None:
         mesh = self.train_state.mesh
         if mesh.is_last_stage:
             add_value_advantages(
@@ -76,7 +78,7 @@ class PPOTrainer(PolicyTrainer):
 
     def add_shared_values(self, batch: RankBatch, features: VisionFeatures) -> None:
         """Add values and old log-probs to every pack, from a single pass. Collective."""
-        self.passes["advantages"] += 1
+        self.passed_tokens["advantages"] += batch.num_tokens
         scores = compute_logprobs(
             self.train_state.updater.chunks, batch.packs, features, self.scoring
         )
@@ -91,7 +93,10 @@ class PPOTrainer(PolicyTrainer):
         if self.critic is not None:
             super().add_old_logprobs(batch, features)
 
-    def update(self, batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
+    def update(
+        self, batch: RankBatch, features: VisionFeatures, begun: list[Measures] | None = None
+    ) -> dict[str, float]:
+        assert begun is None, "the loss needs the whole step"
         if self.critic is None:
             return self.update_shared(batch, features)
         theirs = self.critic.features(features, batch.images)

@@ -21,6 +21,9 @@ class StepFlops:
     language: float
     tower: float
 
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.language + other.language, self.tower + other.tower)
+
     @classmethod
     def of(
         cls,

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
@@ -23,9 +23,10 @@ from megavlm.observability.phases import Phases
 from megavlm.rollout.ahead.group_arrays import receive_groups, unpack_groups
 from megavlm.rollout.ahead.mirror import ServerStates, apply_report
 from megavlm.rollout.ahead.producer import ProducerSetup
-from megavlm.rollout.groups import until_signal
+from megavlm.rollout.groups import has_signal, until_signal
 from megavlm.rollout.sampler import Refit
 from megavlm.rollout.trajectory import Group
+from megavlm.rollout.wave import Wave
 
 END_SECONDS = 20.0  # that the producer has to end its processes
 
@@ -41,7 +42,7 @@ def start_process(descriptor: int) -> "subprocess.Popen[bytes]":
 
 
 class AheadSource:
-    """Implements GroupSource with groups that a producer makes while the trainer trains. The
+    """Implements WaveSource with groups that a producer makes while the trainer trains. The
     producer's errors are raised by the next call.
     """
 
@@ -79,36 +80,74 @@ class AheadSource:
         """Return the next groups, in the order in which their prompts were drawn. Also raises
         RolloutServerError if the producer died.
         """
-        assert refit is not None, "weights are pushed to the servers of a producer"
         self.measures = {}
 
         def sample(missing: int) -> list[Group]:
-            counts, totals, packed = self._next_groups(missing, version, refit)
-            # Each round of dynamic sampling has its own counts.
-            added = {name: self.measures.get(name, 0.0) + n for name, n in counts.items()}
-            self.measures = added | totals
-            return unpack_groups(packed)
+            self._allow(missing, version)
+            return self._next_groups(missing, refit)[1]
 
         with self._phases("rollout"):
             return until_signal(count, self._algorithm.dynamic_sampling, sample)
 
-    def _next_groups(self, count: int, version: int, refit: Refit) -> tuple[Any, ...]:
-        """Let the producer start prompts, and wait for its next `count` groups. Returns counts
-        since the last groups, measures of the whole run, and the packed groups.
+    def waves(
+        self, count: int, version: int, refit: Refit | None, least_tokens: int
+    ) -> Iterator[Wave]:
+        """Yield the groups that `take` returns and a step trains on in waves, as they are played.
+        Only the last wave may have fewer than `least_tokens` tokens. Raises as `take` does.
+
+        With dynamic sampling, groups without signal wait for the last wave, which takes as many as
+        are needed.
         """
-        allowed = count
+        self.measures = {}
+        rounds, without_signal = self._algorithm.dynamic_sampling, list[Group]()
+        free = list(range(count))  # places without a group
+        for rounds_left in reversed(range(rounds + 1)):
+            places, free = free, []
+            self._allow(len(places), version)
+            while places:
+                with self._phases("rollout"):
+                    indices, groups = self._next_groups(len(places), refit, least_tokens)
+                wave = dict(zip((places[i] for i in indices), groups, strict=True))
+                places = [place for place in places if place not in wave]
+                if rounds:
+                    lost = [place for place, group in wave.items() if not has_signal(group)]
+                    without_signal += [wave.pop(place) for place in lost]
+                    free = sorted([*free, *lost])
+                is_last = not places and not (free and rounds_left)
+                if is_last:
+                    wave |= zip(free, without_signal, strict=False)
+                if wave:
+                    left_out = without_signal[len(free) :] if is_last else ()
+                    yield Wave(list(wave.values()), list(wave), is_last, left_out)
+            if not free:
+                return
+
+    def _allow(self, count: int, version: int) -> None:
+        """Let the producer start `count` prompts, or those of a new version."""
         if version != self._version:
             # The first call allows all prompts that may run ahead, each new version one step more.
             steps = self._staleness + 1 if self._version is None else 1
-            allowed, self._version = steps * self._algorithm.prompts_per_step, version
+            count, self._version = steps * self._algorithm.prompts_per_step, version
             self._outgoing.put(None)
             self._outgoing.put(("advance", version, self._curriculum.stage(version)))
-        self._outgoing.put(("allow", allowed))
-        self._outgoing.put(("take", count))
+        self._outgoing.put(("allow", count))
+
+    def _next_groups(
+        self, count: int, refit: Refit | None, least_tokens: int | None = None
+    ) -> tuple[list[int], list[Group]]:
+        """Wait for the producer's next `count` groups or, with `least_tokens`, for enough of them.
+        Returns their places among the `count`, and the groups.
+        """
+        assert refit is not None, "weights are pushed to the servers of a producer"
+        self._outgoing.put(("take", count, least_tokens))
         while True:
             kind, *values = self._next()
             if kind == "groups":
-                return tuple(values)
+                indices, counts, totals, packed = values
+                # Each wave, and each round of dynamic sampling, has its own counts.
+                added = {name: self.measures.get(name, 0.0) + n for name, n in counts.items()}
+                self.measures |= added | totals
+                return indices, unpack_groups(packed)
             assert kind == "refit", kind
             if not self._pool.routable(None):
                 refit()

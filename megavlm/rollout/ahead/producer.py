@@ -1,12 +1,13 @@
 """Rollout producer: a process that draws prompts and plays episodes while the trainer trains
-(rollout.max_staleness above 0). The trainer starts it as `python -m megavlm.rollout.ahead.producer
-DESCRIPTOR`.
+(rollout.max_staleness above 0, or rollout.overlap). The trainer starts it as `python -m
+megavlm.rollout.ahead.producer DESCRIPTOR`.
 
 It is a process because a thread would hold the GIL and stall the trainer's kernel launches. It uses
 no GPU. It starts a prompt only when the trainer allows one, so that at most (max_staleness + 1)
-steps' worth of prompts are started and not yet trained on. Groups are handed over in the order in
-which their prompts were drawn: the producer waits for a slow response and does not leave it out, so
-there is no bias towards short responses, and no group is older than max_staleness steps. A group
+steps' worth of prompts are started and not yet trained on. A step gets the groups whose prompts
+were drawn first, all at once or in waves as they are played: the producer waits for a slow response
+and does not leave it out, so there is no bias towards short responses, and no group is older than
+max_staleness steps. A group
 that is older anyway, for example after a resume with a lower max_staleness, is dropped and counted.
 So is a group whose request times out (rollout.timed_out).
 """
@@ -17,7 +18,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,9 +37,10 @@ from megavlm.rewards.base import RewardStop
 from megavlm.rollout.ahead.group_arrays import send_groups
 from megavlm.rollout.ahead.mirror import Report, ServerMirror
 from megavlm.rollout.backlog import TimedOutGroups, group_state, restored_group
-from megavlm.rollout.sampler import Sampler
+from megavlm.rollout.sampler import Sampler, at_version
 from megavlm.rollout.staleness import oldest_version
 from megavlm.rollout.trajectory import Group
+from megavlm.rollout.wave import num_tokens
 
 TICK = 0.05  # seconds between checks of whether the servers are idle
 
@@ -85,7 +87,8 @@ class Producer:
         self._waiting: list[Group] = []  # from a checkpoint, or timed out; they start first
         self._version, self._sampling = 0, self._sampler.sampling
         self._stage: CurriculumStage | None = None
-        self._wanted: int | None = None  # number of groups that the trainer waits for
+        self._wanted: int | None = None  # number of groups that the step still needs
+        self._least_tokens: int | None = None  # tokens of a wave; None: all groups at once
         self._tasks: set[asyncio.Task[None]] = set()
         self._dropped = 0
         self._timed_out = TimedOutGroups(config.rollout.timed_out, algorithm.prompts_per_step)
@@ -156,9 +159,8 @@ class Producer:
         prompts that start from now on.
         """
         self._version, self._stage = version, stage
-        if self._config.rollout.pause == "in_place":  # caches keep old prefixes
-            self._sampling = replace(self._sampler.sampling, cache_key=str(version))
-            self._client.sample_by(self._sampling)
+        self._sampling = at_version(self._config, self._sampler.sampling, version)
+        self._client.sample_by(self._sampling)
 
     def _allow(self, count: int) -> None:
         """Start `count` more prompts; waiting ones come first."""
@@ -219,14 +221,40 @@ class Producer:
         self._connection.send(("refit",))
         await self._servers_changed.wait()
 
-    def _take(self, count: int) -> None:
-        self._wanted = count
+    def _take(self, count: int, least_tokens: int | None) -> None:
+        self._wanted, self._least_tokens = count, least_tokens
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Send the groups that the trainer waits for, once the oldest groups are all played."""
+        """Send groups that the trainer waits for: all that its step needs, or a wave once there are
+        enough tokens.
+        """
         if self._wanted is None:
             return
+        self._replace_lost()
+        needed = list(self._started)[: self._wanted]
+        played = {i: item for i, item in enumerate(needed) if item.group.is_played}
+        groups = [item.group for item in played.values()]
+        counts: dict[str, float] = {}
+        if len(groups) < self._wanted:
+            least = self._least_tokens
+            if least is None or sum(map(num_tokens, groups)) < least:
+                return
+        else:
+            kept, counts = self._timed_out.end_step()
+            self._waiting += kept
+        for item in played.values():
+            self._started.remove(item)
+        self._wanted = None
+        counts |= {"dropped_groups": float(self._dropped), "servers_idle": self._idle}
+        self._dropped, self._idle = 0, 0.0
+        self._connection.send(("groups", list(played), counts, self._stream.measures))
+        send_groups(self._connection, groups, self._setup.parent)
+
+    def _replace_lost(self) -> None:
+        """Drop groups that timed out or are too old. Another prompt takes the place of each, so
+        that the trainer still gets all its groups.
+        """
         oldest = self._version - self._staleness
         for item in list(self._started):
             group = item.group
@@ -236,24 +264,7 @@ class Producer:
                 self._dropped += is_old
                 if group.timed_out:
                     self._timed_out.add(group)
-                # Another prompt takes its place, so that the trainer still gets all its groups.
                 self._allow(1)
-        first = list(self._started)[: self._wanted]
-        if len(first) < self._wanted or not all(item.group.is_played for item in first):
-            return
-        for _ in first:
-            self._started.popleft()
-        self._wanted = None
-        kept, timed_out = self._timed_out.end_step()
-        self._waiting += kept
-        counts = {
-            **timed_out,
-            "dropped_groups": float(self._dropped),
-            "servers_idle": self._idle,
-        }
-        self._dropped, self._idle = 0, 0.0
-        self._connection.send(("groups", counts, self._stream.measures))
-        send_groups(self._connection, [item.group for item in first], self._setup.parent)
 
     def _send_state(self) -> None:
         started = [group_state(item.group, item.responses) for item in self._started]

@@ -65,6 +65,28 @@ class ImagePlan:
         """Return the ranks of the group that need the features of image `index`."""
         return {d * self.slots + slot for d in self.shown_by[index] for slot in range(self.slots)}
 
+    @classmethod
+    def joined(cls, plans: Sequence[Self]) -> Self:
+        """Return the images of several plans of a data rank as one plan for a trained tower. It
+        does not say which rank of a frozen tower encodes an image.
+        """
+        known = {
+            key: (grid, cost)
+            for plan in plans
+            for key, grid, cost in zip(plan.keys, plan.grids, plan.costs, strict=True)
+        }
+        return cls(
+            keys=tuple(known),
+            grids=tuple(grid for grid, _ in known.values()),
+            costs=tuple(cost for _, cost in known.values()),
+            encoders=(),
+            rounds=(),
+            num_rounds=0,
+            shown_by=(),
+            across=False,
+            slots=plans[0].slots,
+        )
+
     def to_arrays(self) -> dict[str, Tensor]:
         """Serialize the plan's numbers as arrays; `header` has the rest."""
         return {

@@ -28,7 +28,7 @@ class StepPlanner:
     rows: Sources of the rows of the step planned last.
     """
 
-    rows: Sequence[str] = ()
+    rows: list[str]
 
     def __init__(self, config: Config, hf_config: Any, mesh: Mesh, processor: Processor) -> None:
         self._mesh, self._pack_tokens = mesh, config.data.pack_tokens
@@ -50,16 +50,21 @@ class StepPlanner:
         drawn: Sequence[Prompt],
         *,
         tower_trained: bool,
+        is_first: bool = True,
+        loss_scales: Sequence[float] | None = None,
     ) -> StepPlan:
-        """Return the plan of a step: the trees of each minibatch, packed and balanced over the data
-        ranks, and the images of `prompts`. drawn: The original prompts; ranks read their images
-        from the data files again, so that rank 0 need not send their pixels.
+        """Return the plan of a step or of one of its waves: the trees of each minibatch, packed and
+        balanced over the data ranks, and the images of `prompts`. drawn: The original prompts;
+        ranks read their images from the data files again, so that rank 0 need not send their
+        pixels. is_first: False for further waves of a step. loss_scales: See StepPlan.
         """
-        self.rows = [prompt.row.source for prompt in drawn]
+        if is_first:
+            self.rows, self._flops = [], StepFlops(0.0, 0.0)
+        self.rows += [prompt.row.source for prompt in drawn]
         images = {image.key: image for prompt in prompts for image in prompt.images}
         trees = [tree for group in minibatches for tree in group]
         self._tower_trained = tower_trained
-        self._flops = StepFlops.of(self._cost, trees, images, self._output_cost)
+        self._flops += StepFlops.of(self._cost, trees, images, self._output_cost)
         grids = {key: image.grid for key, image in images.items()}
         ranks = plan_step(
             minibatches,
@@ -84,6 +89,7 @@ class StepPlanner:
             sources={key: places.get(image.digest, image) for key, image in images.items()},
             tower_trained=tower_trained,
             shape=self.shape,
+            loss_scales=loss_scales,
         )
 
     def utilization(

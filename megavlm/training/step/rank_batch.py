@@ -22,14 +22,15 @@ from megavlm.training.step.tree_arrays import empty_columns, trees_from_arrays
 
 @dataclass(frozen=True)
 class RankBatch:
-    """One rank's share of a step: the packs of each minibatch and their images. Each minibatch is
-    one update.
+    """One rank's share of a step or of one of its waves: the packs of each minibatch and their
+    images. Each minibatch is one update. loss_scales: See StepPlan.
     """
 
     minibatches: list[list[Pack]]
     images: RankImages
     num_targets: list[int]  # target tokens of each minibatch, on all ranks together
     num_tokens: int  # prompt and response tokens, on all ranks together
+    loss_scales: list[float] | None = None
 
     @property
     def packs(self) -> list[Pack]:
@@ -62,6 +63,7 @@ def share_batch(
         RankImages(images, sources, reader),
         header["num_targets"],
         header["num_tokens"],
+        header["loss_scales"],
     )
 
 

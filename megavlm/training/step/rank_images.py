@@ -115,6 +115,12 @@ class RankImages:
         (plan,) = plan_images([list(images)], grids, costs, slots=slots)
         return cls(plan, images, None)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return the images of several waves as one, for a trained tower."""
+        sources = {key: source for part in parts for key, source in part._sources.items()}
+        return cls(ImagePlan.joined([part.plan for part in parts]), sources, parts[0]._reader)
+
     def prefetch(self, indices: Sequence[int]) -> None:
         """Start to read images that this rank encodes, in threads."""
         for index in indices:

@@ -41,9 +41,11 @@ class PackShape:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """The driver's plan of a step, by data rank. num_tokens: Tokens of the step's trees before they
-    were cut. sources: Sources of the images that packs show, by image key. tower_trained: If true,
-    an image is encoded in each pack that shows it and not once per step.
+    """The driver's plan of a step or of one of its waves, by data rank. num_tokens: Tokens of the
+    trees before they were cut. sources: Sources of the images that packs show, by image key.
+    tower_trained: If true, an image is encoded in each pack that shows it and not once per step.
+    loss_scales: Factors by which the loss weights of the step's minibatches are multiplied in the
+    end; None if further waves of the step follow.
     """
 
     minibatches: list[Minibatches]
@@ -52,6 +54,7 @@ class StepPlan:
     sources: Mapping[str, ImageSource]
     tower_trained: bool
     shape: PackShape
+    loss_scales: Sequence[float] | None = None
 
     def part(self, data_rank: int) -> dict[str, Tensor]:
         """Serialize the packs and image plan of one data-parallel rank."""
@@ -61,6 +64,7 @@ class StepPlan:
             "num_targets": self._num_targets,
             "num_tokens": self.num_tokens,
             "tower_trained": self.tower_trained,
+            "loss_scales": self.loss_scales,
             "shape": asdict(self.shape),
             "images": plan.header(),
         }
@@ -117,11 +121,14 @@ def plan_step(
     schedule: Schedule,
     cost: SegmentCosts,
 ) -> list[Minibatches]:
-    """Return the trees of each data rank's packs, cut and balanced by modelled time."""
+    """Return the trees of each data rank's packs, cut and balanced by modelled time. A minibatch
+    without trees has no packs.
+    """
     ranks: list[Minibatches] = [[] for _ in range(num_ranks)]
     for trees in minibatches:
         assigned = assign(trees, num_ranks, max_tokens, cost, schedule)
-        _fill_up(assigned, schedule)
+        if trees:
+            _fill_up(assigned, schedule)
         for rank, packs in zip(ranks, assigned, strict=True):
             rank.append(packs)
     return ranks

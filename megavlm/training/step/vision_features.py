@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Self
 
 import torch
@@ -51,6 +52,14 @@ class VisionFeatures:
         """
         slots = chunks[0].module.language_model.pg_collection.tp_cp.size()
         return cls(chunks, RankImages.everywhere(images, slots))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return the features of several waves as one."""
+        made = copy(parts[0])
+        made._images = RankImages.joined([part._images for part in parts])
+        made._encoded = {key: rows for part in parts for key, rows in part._encoded.items()}
+        return made
 
     def of(self, pack: Pack) -> Features:
         if not self.tower_trained:

@@ -166,7 +166,7 @@ def recorded() -> list[Any]:
         phases=SimpleNamespace(take=lambda: {"seconds/total": 1.0}),
     )
     trainer.driver = Records(records)
-    trainer.passes = Counter(reference=1.0)  # of the first step alone
+    trainer.passed_tokens = Counter(reference=1.0)  # of the first step alone
     for _ in range(2):
         trainer.record({}, num_tokens=1)
     return records

@@ -1,0 +1,297 @@
+"""A step whose groups arrive in waves is the step that has them all at once, up to the order of
+sums: in its gradients, its updates and its metrics, under every layout and with every algorithm.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megavlm.config.algorithm import PPO
+from megavlm.config.load import load
+from megavlm.config.schema import Config
+from megavlm.data.processor import Prompt
+from megavlm.inference.protocol import Response
+from megavlm.observability.phases import Phases
+from megavlm.observability.progress import Progress
+from megavlm.parallel.mesh import Layout, build_mesh
+from megavlm.rewards.base import Score
+from megavlm.rollout.trajectory import Episode, Group
+from megavlm.rollout.wave import Wave
+from megavlm.training.driver import Driver
+from megavlm.training.policy_trainer import PolicyTrainer
+from megavlm.training.ppo_trainer import PPOTrainer
+from megavlm.training.train_state import TrainState
+from megavlm.training.weight_push import WeightPusher
+from tests.conftest import row, write_rows
+from tests.parity.models import model_folder
+from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.support.fork import launch
+from tests.support.levels import slow
+from tests.support.random_images import image
+
+pytestmark = pytest.mark.distributed
+
+PROMPTS, RESPONSES, STEPS = 6, 3, 2
+ARRIVAL = ((4, 1), (0, 5), (3,), (2,))  # places of the groups of each wave
+GROUP = {"name": "grpo", "kl_coefficient": 0.1, "entropy_coefficient": 0.01}
+KL_IN_REWARD = {"kl_in": "reward", "kl_estimator": "k1"}
+
+
+class Source:
+    """A step's groups: all at once, or in waves whose order the test decides. Implements
+    WaveSource.
+    """
+
+    def __init__(self, config: Config, driver: Driver) -> None:
+        self.measures: dict[str, float] = {}
+        self._config = config
+        sampler = driver.sampler
+        self._prompts = [sampler.processor.prompt(row) for row in sampler.rows]
+
+    def take(self, count: int, version: int, refit: Any) -> list[Group]:
+        assert not self._config.rollout.overlap
+        return [group(self._prompts[place], version, place) for place in range(count)]
+
+    def waves(self, count: int, version: int, refit: Any, least_tokens: int) -> Iterator[Wave]:
+        assert self._config.rollout.overlap and least_tokens > 0
+        # The second step then starts from the same weights, and those differ from the reference.
+        arrival = ARRIVAL if version else (range(count),)
+        for places in arrival:
+            made = [group(self._prompts[place], version, place) for place in places]
+            yield Wave(made, places, is_last=places == arrival[-1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def group(prompt: Prompt, version: int, place: int) -> Group:
+    """Return a played group, always the same. Its lengths and rewards differ much from others'; one
+    response is cut, and one is skipped.
+    """
+    generator = np.random.default_rng(100 * version + place)
+    episodes = []
+    for number in range(RESPONSES):
+        length = int(generator.integers(1, 4 + 4 * place))
+        tokens = tuple(generator.integers(0, 250, length).tolist())
+        logprobs = tuple(generator.normal(-5.5, 0.5, length).tolist())
+        is_cut, is_skipped = (place, number) == (4, 1), (place, number) == (0, 2)
+        finish = "length" if is_cut else "stop"
+        reward = float(generator.integers(0, 3)) / 2
+        score = Score(reward, False, failure="timeout" if is_skipped else None, skipped=is_skipped)
+        episode = Episode(prompt)
+        response = Response(tokens, logprobs, finish, str(version))
+        episode.add_turn(response, "", reward, score, None)
+        episodes.append(episode)
+    return Group(prompt, episodes=episodes)
+
+
+class NoServers(WeightPusher):
+    def push(self) -> None:
+        pass
+
+
+def trainer_of(config: Config) -> Any:
+    mesh = build_mesh(Layout.from_config(config.parallel), seed=0)
+    phases = Phases()
+    train_state = TrainState.build(config, mesh, Progress(is_quiet=True), phases)
+    driver = None
+    if mesh.is_driver:
+        serial = replace(config, rollout=replace(config.rollout, overlap=False))  # no producer
+        driver = Driver(serial, train_state.hf_config, mesh, None, train_state.progress, phases)
+        driver.experience = Source(config, driver)
+    made = (PPOTrainer if isinstance(config.algorithm, PPO) else PolicyTrainer)(
+        train_state, driver, None
+    )
+    made.setup()
+    made.weights = NoServers(train_state, None, None, None)
+    return made
+
+
+def train(recipe: Path, overrides: Sequence[str]) -> Any:
+    """Return this rank's first moments, which are sums of gradients, and parameters after the
+    steps, and the driver's metrics.
+    """
+    config = load(recipe, overrides)
+    trainer = trainer_of(config)
+    updaters = [trainer.train_state.updater]
+    if getattr(trainer, "critic", None) is not None:
+        updaters.append(trainer.critic.updater)
+    records: list[dict[str, float]] = []
+    if trainer.driver is not None:
+        trainer.driver.recorder.record_step = lambda step, metrics, *_: records.append(metrics)
+    for _ in range(STEPS):
+        trainer.train_step()
+    states = {
+        f"{updater_number} {number} {name}": value
+        for updater_number, updater in enumerate(updaters)
+        for number, part in enumerate(updater.optimizer.chained_optimizers)
+        if part.optimizer is not None
+        for place, state in enumerate(part.optimizer.state.values())
+        for name, value in {f"{place} {key}": x for key, x in state.items()}.items()
+        if "exp_avg" in name and "sq" not in name
+    }
+    weights = {
+        name: p.detach()
+        for chunk in trainer.train_state.model
+        for name, p in chunk.named_parameters()
+        if p.requires_grad
+    }
+    return states, weights, records
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("waves")
+    sizes = [(64, 64), (96, 64), (64, 128), (64, 64), (128, 96), (96, 96)]
+    rows = [
+        row(
+            problem="<image>" * (place != 3) + f"How many? {place}",
+            images=[{"bytes": image(*size, place), "path": None}][: place != 3],
+        )
+        for place, size in enumerate(sizes)
+    ]
+    write_rows(folder / "rows.parquet", rows)
+    return folder
+
+
+def recipe(files: Path, folder: Path, family: str, ranks: Ranks, **sections: Any) -> Path:
+    """Write a recipe of a step that several packs hold on each rank."""
+    layout = ranks.mesh
+    parallel = {
+        key: getattr(layout, key) for key in ("tensor", "pipeline", "virtual", "context", "expert")
+    }
+    made: dict[str, Any] = {
+        "run": {"dir": str(folder / "run"), "resume": "never"},
+        "model": {"folder": str(model_folder(family)), "dtype": "float32"},
+        "data": {"train_files": [str(files / "rows.parquet")], "pack_tokens": 256},
+        "algorithm": GROUP,
+        "parallel": parallel | {"data": ranks.data, "sequence": ranks.sequence},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 0, "clip_grad": 0.0},
+        "rollout": {"max_new_tokens": 32, "mode": "external", "urls": ["http://127.0.0.1:1"]},
+        "checkpoint": {"every": 0},
+    }
+    for name, values in sections.items():
+        made[name] = made.get(name, {}) | values
+    made["algorithm"] |= {
+        "steps": 9, "prompts_per_step": PROMPTS, "responses_per_prompt": RESPONSES,
+    }  # fmt: skip
+    made["data"]["max_prompt_tokens"] = 128
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(made))  # JSON is YAML
+    return path
+
+
+def norm(arrays: Iterable[Any]) -> float:
+    return math.sqrt(sum(float((x.astype(np.float64) ** 2).sum()) for x in arrays))
+
+
+def compare(recipe: Path, ranks: Ranks) -> list[dict[str, float]]:
+    """Train serially and in waves, and compare all ranks. Returns the metrics of the waves."""
+    serial, waves = (
+        launch(ranks.world_size, train, recipe, [f"rollout.overlap={overlap}"])
+        for overlap in ("false", "true")
+    )
+    for rank, (ours, theirs) in enumerate(zip(waves, serial, strict=True)):
+        # Adam divides by the size of a gradient, and so enlarges the rounding of the smallest.
+        for found, expected, most in zip(ours[:2], theirs[:2], (1e-6, 1e-5), strict=True):
+            assert found.keys() == expected.keys() and len(found) > 3
+            off = norm(found[name] - value for name, value in expected.items())
+            whole = norm(expected.values())
+            assert whole > 0 and off <= most * whole, (rank, off / whole)
+    ours, theirs = waves[0][2], serial[0][2]
+    assert len(ours) == STEPS
+    assert [metrics["waves"] for metrics in ours] == [1, len(ARRIVAL)]
+    for found, expected in zip(ours, theirs, strict=True):
+        for name, value in expected.items():
+            if not name.startswith(("seconds/", "tokens_per", "flops", "memory", "trainer_idle")):
+                assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
+    assert ours[0]["gradient_norm"] > 0.01
+    result: list[dict[str, float]] = ours
+    return result
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen2_5_vl", "TP2"),
+        ("qwen2_5_vl", "PP2"),
+        ("qwen2_5_vl", "CP2xDP2"),
+        ("qwen3_vl_moe", "EP2"),
+        *slow(
+            ("qwen2_5_vl", "one rank"),
+            ("qwen2_5_vl", "PP2 virtual 2"),
+            ("qwen2_5_vl", "DP2"),
+            ("qwen3_vl", "TP2+SPxPP2"),
+            ("qwen3_vl_moe", "EP2xPP2"),
+            ("qwen3_5", "DP2"),
+        ),
+    ],
+)
+def test_a_step_in_waves_is_the_step(files: Path, tmp_path: Path, family: str, layout: str) -> None:
+    """With a trained tower, and old log-probs of a second minibatch."""
+    ranks = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    options = {"freeze_tower": False, "freeze_merger": False}
+    algorithm = GROUP | {"minibatches": 2}
+    made = recipe(files, tmp_path, family, ranks, model=options, algorithm=algorithm)
+    compare(made, ranks)
+
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "token mean": {},
+    "sequence mean": {"loss_aggregation": "sequence_mean"},
+    "sequence sum, cut responses left out": {
+        "loss_aggregation": "sequence_sum", "mask_truncated": True,
+    },
+    "constant": {"loss_aggregation": "constant", "normalize_by_std": False},
+    "old log-probs of the rollout": {"old_logprobs": "rollout", "importance": "none"},
+    "KL in the reward": {**KL_IN_REWARD, "advantage_estimator": "rloo"},
+    "three updates of two epochs": {"minibatches": 3, "epochs": 2, "kl_target": 0.1},
+    "gspo": {"policy_loss": "gspo", "loss_aggregation": "sequence_mean"},
+    "reinforce++": {**KL_IN_REWARD, "advantage_estimator": "reinforce_plus_plus"},
+    "reinforce++ baseline": {
+        "advantage_estimator": "reinforce_plus_plus_baseline", "minibatches": 2,
+    },
+    "ppo": {"name": "ppo", "kl_in": "reward", "critic_warmup_steps": 0},
+    "ppo with a shared critic": {"name": "ppo", "critic": "shared", "critic_warmup_steps": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "token mean", "KL in the reward", "reinforce++", "ppo", "three updates of two epochs",
+        *slow(*(x for x in ALGORITHMS if x not in {
+            "token mean", "KL in the reward", "reinforce++", "ppo", "three updates of two epochs",
+        })),
+    ],
+)  # fmt: skip
+def test_every_algorithm_takes_waves(files: Path, tmp_path: Path, name: str) -> None:
+    ranks = LAYOUTS["DP2"]
+    made = recipe(files, tmp_path, "qwen2_5_vl", ranks, algorithm=GROUP | ALGORITHMS[name])
+    compare(made, ranks)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({"optimizer": {"overlap_grad_reduce": True}}, id="reduced while it runs"),
+        pytest.param({"lora": {"rank": 4, "alpha": 8.0}}, id="adapters"),
+    ],
+)
+def test_gradients_are_reduced_once(files: Path, tmp_path: Path, sections: Any) -> None:
+    ranks = LAYOUTS["DP2"]
+    optimizer = {"lr": 1e-3, "warmup_steps": 0, "clip_grad": 0.0} | sections.pop("optimizer", {})
+    made = recipe(files, tmp_path, "qwen2_5_vl", ranks, optimizer=optimizer, **sections)
+    compare(made, ranks)
