@@ -41,11 +41,12 @@ class Rollout(Section):
     """The rollout servers, and how they sample responses."""
 
     mode: Literal["managed", "external"] = "managed"
-    """Who starts the servers. `managed`: megavlm starts and stops them on this machine.
-    `external`: running servers at `rollout.urls` are used."""
+    """Who starts the servers. `managed`: megavlm starts and stops them on the machine of the
+    trainer's rank 0, or with `rollout.colocate` on every node of the trainer. `external`: running
+    servers at `rollout.urls` are used."""
 
     servers: int = bounded(1, least=1)
-    """Number of managed servers."""
+    """Number of managed servers; with `rollout.colocate` on each node of the trainer."""
 
     min_servers: int = bounded(1, least=1)
     """Minimum number of servers that the run continues with. It ends with an error when fewer
@@ -64,8 +65,8 @@ class Rollout(Section):
     router, weights to the servers."""
 
     port: int | None = bounded(None, least=1, most=65535)
-    """Port of the first managed server; the others use the ports after it. Null chooses free
-    ports."""
+    """Port of the first managed server of a node; its others use the ports after it. Null chooses
+    free ports."""
 
     tensor_parallel: int = bounded(1, least=1)
     """Tensor-parallel ranks of each server. A managed server runs on this machine only; a server
@@ -73,12 +74,12 @@ class Rollout(Section):
     nodes."""
 
     gpus: tuple[int, ...] = bounded((), least=0)
-    """GPUs of this machine for the ranks of all managed servers, in order. Empty uses the GPUs
+    """GPUs of a node for the ranks of its managed servers, in order. Empty uses the GPUs
     after the trainer's, or the trainer's GPUs with `rollout.colocate`."""
 
     colocate: bool = False
-    """Run trainer and servers on the same GPUs. They take turns, and each releases its memory to
-    the other."""
+    """Run trainer and servers on the same GPUs, on any number of nodes. They take turns, and each
+    releases its memory to the other."""
 
     temperature: float = bounded(1.0, above=0)
     """Sampling temperature of training rollouts and of the sampled evaluation. The trainer computes
@@ -191,7 +192,7 @@ class Rollout(Section):
         for url in self.urls:
             _check_url("urls", url)
         count = len(self.urls) if self.mode == "external" else self.servers
-        if self.min_servers > count:
+        if self.min_servers > count and not self.colocate:  # on several nodes there are more
             raise ValueError(
                 f"rollout.min_servers={self.min_servers} is more than the {count} servers that "
                 "there are: lower it"

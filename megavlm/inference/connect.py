@@ -4,18 +4,28 @@ URL.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.requests import RequestLimits
-from megavlm.inference.server import ManagedServer
+from megavlm.inference.server import HOST, ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.memory import TAGS, ServerMemory
+from megavlm.inference.server_pool.nodes import (
+    NodeServers,
+    OtherNodes,
+    RemoteServer,
+    ServerDescription,
+)
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.requirements import Requirements
 from megavlm.inference.server_pool.router import BehindRouter
@@ -24,6 +34,8 @@ from megavlm.inference.server_process import ADMIN_KEY, API_KEY
 from megavlm.observability.progress import Progress
 from megavlm.observability.records import SERVERS_FILE
 from megavlm.parallel import platform
+from megavlm.parallel.mesh import Mesh, own_address
+from megavlm.parallel.watchdog import SERVERS_GROUP
 from megavlm.process import allow_open_files
 
 TOKEN_SECONDS = 0.1  # added to rollout.request_timeout per token of a response
@@ -50,6 +62,7 @@ def connect(
     needs_refit: bool = True,
     waits: bool = True,
     beat: Callable[[], object] = lambda: None,
+    remote: Sequence[RemoteServer] = (),
 ) -> Iterator[Connection]:
     """Connect to `rollout.urls`, or run servers of `model_folder` within the context.
 
@@ -57,7 +70,7 @@ def connect(
     servers get requests only after a weight push; otherwise they serve the weights that they
     started with. waits: If true, wait for the servers to start; otherwise the caller calls
     `server_pool.wait_for_starts`. With colocate=true it always waits. beat: Callback for each
-    response.
+    response. remote: The servers that other nodes of the run start on their GPUs.
     """
     rollout = config.rollout
     policy = RestartPolicy(
@@ -67,7 +80,7 @@ def connect(
         min_servers=rollout.min_servers,
         needs_refit=needs_refit,
     )
-    handles = server_handles(config, model_folder, needs_refit=needs_refit)
+    handles = server_handles(config, model_folder, remote, needs_refit=needs_refit)
     progress.begin(_waiting(config, len(handles)))
     states_file = Path(config.run.dir) / SERVERS_FILE
     waits = waits or rollout.colocate
@@ -111,11 +124,24 @@ def _client(
 
 
 def server_handles(
-    config: Config, model_folder: str | Path, *, needs_refit: bool = True
+    config: Config,
+    model_folder: str | Path,
+    remote: Sequence[RemoteServer] = (),
+    *,
+    needs_refit: bool = True,
 ) -> Sequence[ServerHandle]:
+    """Return handles of all servers. Raises ValueError if they are too few."""
     rollout = config.rollout
     if rollout.mode == "managed":
-        return [ServerHandle.managed(server) for server in managed_servers(config, model_folder)]
+        nodes = 1 + len({server.node for server in remote})
+        own = managed_servers(config, model_folder, num_nodes=nodes)
+        servers: list[ManagedServer | RemoteServer] = [*own, *remote]
+        if rollout.min_servers > len(servers):
+            raise ValueError(
+                f"rollout.min_servers={rollout.min_servers} is more than the {len(servers)} "
+                f"servers of {nodes} nodes: lower it"
+            )
+        return [ServerHandle.managed(server) for server in servers]
     keys = os.environ.get(API_KEY), os.environ.get(ADMIN_KEY)
     required = Requirements(
         fresh_images=needs_refit and config.trains_tower,
@@ -124,18 +150,52 @@ def server_handles(
     return [ServerHandle(url.rstrip("/"), *keys, required=required) for url in rollout.urls]
 
 
-def managed_servers(config: Config, model_folder: str | Path) -> list[ManagedServer]:
-    """Return the run's servers, each with its GPUs, port and log. They are not launched yet.
+@contextmanager
+def servers_of_nodes(
+    config: Config, model_folder: str | Path, mesh: Mesh, timeout: timedelta
+) -> Iterator[Sequence[RemoteServer]]:
+    """Within the context, the first rank of each node but rank 0's runs the node's servers at rank
+    0's orders. Yields all of them on rank 0, and nothing on other ranks. Collective.
+    """
+    firsts = range(0, mesh.world_size, mesh.ranks_per_node)
+    # Recorded as a group of servers: the watchdog must not take its thread for a rank that waits.
+    group = dist.new_group(list(firsts), timeout=timeout, backend="gloo", group_desc=SERVERS_GROUP)
+    own: list[ManagedServer] = []
+    if mesh.rank in firsts[1:]:
+        own = managed_servers(config, model_folder, node=mesh.node, num_nodes=len(firsts))
+    described = [ServerDescription.of(server, mesh.node) for server in own]
+    gathered: list[Any] | None = [None] * mesh.world_size if mesh.is_driver else None
+    dist.gather_object(described, gathered, dst=0, group=mesh.objects)
+    with ExitStack() as stack:
+        if gathered is not None:
+            others = {rank: gathered[rank] for rank in firsts[1:]}
+            yield stack.enter_context(OtherNodes(others, group)).servers
+            return
+        if own:
+            stack.enter_context(NodeServers(own, group))
+        yield ()
+
+
+def managed_servers(
+    config: Config, model_folder: str | Path, *, node: int = 0, num_nodes: int = 1
+) -> list[ManagedServer]:
+    """Return the servers of a node of the run, each with its GPUs, port and log. They are not
+    launched yet.
 
     Raises ValueError if this machine has too few GPUs.
     """
     rollout, count = config.rollout, config.rollout.servers
-    options = ServerOptions.from_config(config, model_folder, platform.device().type)
+    device = platform.device().type
+    options = ServerOptions.from_config(config, model_folder, device, num_nodes=num_nodes)
+    # Rank 0 sends all requests.
+    host = own_address(os.environ["MASTER_ADDR"]) if node else HOST
     gpus = server_gpus(rollout, platform.num_gpus(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    suffixes = [""] if count == 1 else [f"_{index}" for index in range(count)]
+    of_node = f"_node{node}" if num_nodes > 1 else ""
+    suffixes = [of_node + (f"_{index}" if count > 1 else "") for index in range(count)]
     return [
         ManagedServer(
             options,
+            host=host,
             port=None if rollout.port is None else rollout.port + index,
             log_path=Path(config.run.dir) / f"rollout_server{suffixes[index]}.log",
             first_gpu=gpus[index],

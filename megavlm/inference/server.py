@@ -31,18 +31,22 @@ class ManagedServer(ServerProcess):
     Entering returns once the server answers; leaving stops all its processes. `launch` returns at
     once, and can be called again after `stop`.
 
-    log_path: File for the server's output; see ServerProcess. port: Port to listen on; None claims
-    a free one (ClaimedPort). first_gpu: First GPU; further ranks take the next GPUs. first_core:
-    First core to which ranks are bound on a CPU. start_timeout: Seconds to become healthy.
+    log_path: File for the server's output; see ServerProcess. host, port: Address to listen on; a
+    port of None claims a free one (ClaimedPort). first_gpu: First GPU; further ranks take the next
+    GPUs. first_core: First core to which ranks are bound on a CPU. start_timeout: Seconds to become
+    healthy.
 
     Raises RolloutServerError if the port is in use or the server does not become healthy.
     """
+
+    node = 0  # trainer node that it shares memory with, for the pool of rank 0, which is there
 
     def __init__(
         self,
         options: ServerOptions,
         *,
         log_path: str | Path,
+        host: str = HOST,
         port: int | None = None,
         first_gpu: int = 0,
         first_core: int = 0,
@@ -53,7 +57,7 @@ class ManagedServer(ServerProcess):
             port = self._claim.number
         gpu: ServerArgs = {} if options.device == "cpu" else {"base_gpu_id": first_gpu}
         super().__init__(
-            HOST,
+            host,
             port,
             command_line({**gpu, **options.arguments()}),
             options.environment(first_core),
@@ -153,11 +157,11 @@ def _claim(holder: socket.socket, port: int) -> bool:
 
 
 def require_free(port: int) -> None:
-    """Raise RolloutServerError if something listens on `port`."""
+    """Raise RolloutServerError if something listens on `port`, at any address of this machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore sockets in TIME_WAIT
         try:
-            probe.bind((HOST, port))
+            probe.bind(("", port))
         except OSError as error:
             raise RolloutServerError(
                 f"port {port}, of a rollout server, is in use on this machine ({error.strerror}); "

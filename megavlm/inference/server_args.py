@@ -71,14 +71,17 @@ class ServerOptions:
     server_args: ServerArgs = field(default_factory=dict)
 
     @staticmethod
-    def from_config(config: Config, model_folder: str | Path, device: str) -> "ServerOptions":
+    def from_config(
+        config: Config, model_folder: str | Path, device: str, *, num_nodes: int = 1
+    ) -> "ServerOptions":
+        """Return the options of a recipe's servers. num_nodes: Nodes with `rollout.servers`."""
         return ServerOptions(
             model_folder,
             config.model.dtype,
             device,
             config.rollout.tensor_parallel,
             cache_images=not config.trains_tower,
-            server_args=_server_args(config, device),
+            server_args=_server_args(config, device, num_nodes),
         )
 
     def arguments(self) -> dict[str, Any]:
@@ -159,12 +162,12 @@ class ServerOptions:
         return variables
 
 
-def _server_args(config: Config, device: str) -> dict[str, Any]:
+def _server_args(config: Config, device: str, num_nodes: int) -> dict[str, Any]:
     """Return the recipe's server arguments, and the ones that the run needs."""
     rollout = config.rollout
     needed: dict[str, Any] = {}
     if device == "cuda":
-        needed |= {**GPU_ARGS, **_graph_args(config)}
+        needed |= {**GPU_ARGS, **_graph_args(config, num_nodes)}
         if rollout.colocate:  # on a CPU there is nothing to release
             needed |= SHARED_GPU_ARGS
     if rollout.lora == "adapter":
@@ -180,7 +183,7 @@ def _server_args(config: Config, device: str) -> dict[str, Any]:
     return {**needed, **rollout.server_args}
 
 
-def _graph_args(config: Config) -> dict[str, int]:
+def _graph_args(config: Config, num_nodes: int) -> dict[str, int]:
     """Return the largest number of requests that decode in a CUDA graph. It is the number that a
     server of this run has at once; SGLang's default of 256, or 512 from tensor_parallel=4 on, may
     be below.
@@ -188,7 +191,7 @@ def _graph_args(config: Config) -> dict[str, int]:
     rollout, algorithm = config.rollout, config.algorithm
     if not isinstance(algorithm, PolicyOptimization):
         return {}
-    servers = len(rollout.urls) or rollout.servers
+    servers = len(rollout.urls) or rollout.servers * num_nodes
     prompts = math.ceil(algorithm.prompts_per_step * rollout.oversample / servers)
     requests = min(prompts, rollout.concurrency) * algorithm.responses_per_prompt
     return {"cuda_graph_max_bs_decode": min(requests, MAX_GRAPH_REQUESTS)}

@@ -51,7 +51,8 @@ class ServerProcess:
         log_path: str | Path,
         stop_timeout: float,
     ) -> None:
-        self.host, self.port, self.url = host, port, f"http://{host}:{port}"
+        self.host, self.port = host, port
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self.api_key, self.admin_key = keys
         self.log_path = Path(log_path)
         self._arguments = ["--host", host, "--port", str(port), *arguments]
@@ -110,9 +111,9 @@ class ServerProcess:
         return False
 
     @property
-    def pid(self) -> int | None:
-        """Return the id of the server's first process; None if it was not launched."""
-        return None if self._process is None else self._process.pid
+    def cpu_seconds(self) -> float | None:
+        """Return the CPU seconds of the server's processes; None if it was not launched."""
+        return None if self._process is None else sum(map(_cpu_seconds, self._family()))
 
     def suspend(self) -> None:
         """Suspend the server's processes. `abort` or `stop` can still end them."""
@@ -166,18 +167,7 @@ class ServerProcess:
             self._temporary.close()
 
     def with_log(self, message: str) -> str:
-        """Return the message followed by the end of the server's log, or by why the log cannot be
-        read.
-        """
-        try:
-            with self.log_path.open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
-                lines = log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
-        except OSError as error:
-            return f"{message}; its log cannot be read: {error}"
-        tail = "\n".join(f"  {line[:500]}" for line in lines)
-        full = "" if shutil.disk_usage(self.log_path.parent).free else ", whose disk is full"
-        return f"{message}; the end of {self.log_path}{full}:\n{tail}"
+        return with_log(message, self.log_path)
 
     def _family(self) -> list[psutil.Process]:
         """Return the descendants of the server's first process, the youngest first, and the process
@@ -199,6 +189,19 @@ class ServerProcess:
             pass  # it has already died; the next check reports it with the log
 
 
+def with_log(message: str, path: Path) -> str:
+    """Return a message followed by the end of a server's log, or by why the log cannot be read."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+    except OSError as error:
+        return f"{message}; its log cannot be read: {error}"
+    tail = "\n".join(f"  {line[:500]}" for line in lines)
+    full = "" if shutil.disk_usage(path.parent).free else ", whose disk is full"
+    return f"{message}; the end of {path}{full}:\n{tail}"
+
+
 def remove_leftovers() -> None:
     """Remove this user's SGLang files in shared memory that no process maps any more, left by runs
     that were killed as a whole. Files of the last hour are kept, because a process may be about to
@@ -212,6 +215,14 @@ def remove_leftovers() -> None:
                 old.add(str(path))
     if old:
         remove(old - shared_memory_of(None))
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
 
 
 def _kill_group(group: int) -> None:

@@ -30,12 +30,13 @@ def scatter(parts: Sequence[Arrays] | None, mesh: Mesh) -> Arrays:
     sent = []
     if parts is not None:
         for data_rank in range(1, mesh.data_size):
-            sent.append(_Sent(_pack(parts[data_rank]), mesh.data_ranks.index(data_rank), mesh))
+            to = mesh.data_ranks.index(data_rank)
+            sent.append(_Sent(_pack(parts[data_rank]), to, mesh.objects))
         packed = _pack(parts[0])
     else:
-        packed = _receive(members[(place - 1) // 2] if place else 0, mesh)
+        packed = _receive(members[(place - 1) // 2] if place else 0, mesh.objects)
     for child in members[2 * place + 1 : 2 * place + 3]:
-        sent.append(_Sent(packed, child, mesh))
+        sent.append(_Sent(packed, child, mesh.objects))
     for one in sent:
         one.wait()
     return _unpack(packed)
@@ -45,13 +46,23 @@ def send_each(parts: Mapping[int, Arrays], mesh: Mesh) -> None:
     """Send parts to some ranks. Called on the driver only; each of these ranks calls
     `receive_from_driver`.
     """
-    for one in [_Sent(_pack(part), rank, mesh) for rank, part in parts.items()]:
+    for one in [_Sent(_pack(part), rank, mesh.objects) for rank, part in parts.items()]:
         one.wait()
 
 
 def receive_from_driver(mesh: Mesh) -> Arrays:
     """Receive the part that the driver sends to this rank by `send_each`."""
-    return _unpack(_receive(0, mesh))
+    return _unpack(_receive(0, mesh.objects))
+
+
+def send_json(value: Any, rank: int, group: dist.ProcessGroup) -> None:
+    """Send plain values to a rank, which calls `receive_json`."""
+    _Sent(json_array(value), rank, group).wait()
+
+
+def receive_json(rank: int, group: dist.ProcessGroup) -> Any:
+    """Receive plain values that a rank sends by `send_json`."""
+    return read_json(_receive(rank, group))
 
 
 def json_array(value: Any) -> torch.Tensor:
@@ -97,9 +108,9 @@ def _unpack(packed: torch.Tensor) -> Arrays:
 class _Sent:
     """An asynchronous send of bytes to a rank: first their number, then the bytes."""
 
-    def __init__(self, packed: torch.Tensor, rank: int, mesh: Mesh) -> None:
+    def __init__(self, packed: torch.Tensor, rank: int, group: dist.ProcessGroup) -> None:
         self._tensors = torch.tensor([len(packed)]), packed  # kept until they are sent
-        self._works = [dist.isend(tensor, rank, mesh.objects) for tensor in self._tensors]
+        self._works = [dist.isend(tensor, rank, group) for tensor in self._tensors]
 
     def wait(self) -> None:
         for work in self._works:
@@ -107,11 +118,11 @@ class _Sent:
             work.wait()
 
 
-def _receive(rank: int, mesh: Mesh) -> torch.Tensor:
+def _receive(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
     size = torch.empty(1, dtype=torch.int64)
-    dist.recv(size, rank, mesh.objects)
+    dist.recv(size, rank, group)
     packed = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(packed, rank, mesh.objects)
+    dist.recv(packed, rank, group)
     return packed
 
 

@@ -1,6 +1,7 @@
 """Mesh of ranks: the number of ranks on each axis, and megatron-core's process groups."""
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -89,6 +90,14 @@ class Mesh:
         return self.rank == 0
 
     @property
+    def ranks_per_node(self) -> int:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+
+    @property
+    def node(self) -> int:
+        return self.rank // self.ranks_per_node
+
+    @property
     def is_last_stage(self) -> bool:
         return self.pipeline_rank == self.layout.pipeline - 1
 
@@ -118,6 +127,15 @@ def init_distributed(timeout: timedelta = TIMEOUT) -> None:
         dist.init_process_group(
             platform.backend(), store=store, rank=0, world_size=1, timeout=timeout
         )
+
+
+def own_address(peer: str) -> str:
+    """Return the address of this machine that is on the way to another, given by name or number."""
+    found = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)
+    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def own_store() -> dist.Store:

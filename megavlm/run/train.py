@@ -9,7 +9,8 @@ from pathlib import Path
 from megavlm.config.algorithm import PPO, PolicyOptimization
 from megavlm.config.dump import changes, write
 from megavlm.config.schema import Config
-from megavlm.inference.connect import connect
+from megavlm.inference.connect import connect, servers_of_nodes
+from megavlm.inference.server_pool.nodes import RemoteServer
 from megavlm.observability.console import print_closing
 from megavlm.observability.metrics import reward_points
 from megavlm.observability.phases import Phases
@@ -59,7 +60,10 @@ def train(config: Config, progress: Progress) -> bool:
     )
     with ExitStack() as stack:
         stack.enter_context(watchdog)
-        connection = None
+        connection, remote = None, list[RemoteServer]()
+        if config.rollout.colocate and generates(config) and mesh.ranks_per_node < mesh.world_size:
+            nodes = servers_of_nodes(config, config.model.folder, mesh, timeout)
+            remote += stack.enter_context(nodes)
         changed: list[str] = []
         if mesh.is_driver:
             stack.enter_context(run_lock(config.run.dir))
@@ -69,7 +73,12 @@ def train(config: Config, progress: Progress) -> bool:
                 with phases("start of servers"):
                     connection = stack.enter_context(
                         connect(
-                            config, config.model.folder, progress, waits=False, beat=phases.beat
+                            config,
+                            config.model.folder,
+                            progress,
+                            waits=False,
+                            beat=phases.beat,
+                            remote=remote,
                         )
                     )
                 watchdog.servers = connection.server_pool

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_pool.nodes import RemoteServer
 from megavlm.inference.server_pool.requirements import Requirements
 from megavlm.inference.server_pool.routing import Address
 
@@ -17,7 +18,7 @@ class ServerHandle:
     url: str
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
-    server: ManagedServer | None = None
+    server: ManagedServer | RemoteServer | None = None
     tensor_parallel: int = 1
     device: str = "cpu"
     takes_videos: bool = False
@@ -25,10 +26,8 @@ class ServerHandle:
 
     @property
     def node(self) -> int | None:
-        """Trainer node whose memory the server can open; see Receiver. The trainer's rank 0 starts
-        managed servers on its own node.
-        """
-        return None if self.server is None else 0
+        """Trainer node whose memory the server can open; see Receiver."""
+        return None if self.server is None else self.server.node
 
     @property
     def is_local(self) -> bool:
@@ -41,7 +40,7 @@ class ServerHandle:
         return Address(self.url, *keys, is_local=self.is_local, takes_videos=self.takes_videos)
 
     @staticmethod
-    def managed(server: ManagedServer) -> "ServerHandle":
+    def managed(server: ManagedServer | RemoteServer) -> "ServerHandle":
         return ServerHandle(
             server.url,
             server.api_key,

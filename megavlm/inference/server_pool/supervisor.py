@@ -50,8 +50,9 @@ class Supervisor:
             asyncio.run(self._watch_all())
 
     def _report(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._records.supervisor_failed(error)
+        if error is not None:  # of one of the tasks
+            first = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+            self._records.supervisor_failed(first)
 
     async def _watch_all(self) -> None:
         self._probes = Probes()

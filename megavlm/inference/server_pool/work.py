@@ -4,8 +4,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.probes import ProbeError, Probes
 
@@ -46,26 +44,8 @@ async def read_work(handle: ServerHandle, probes: Probes) -> WorkReading:
     """Read the work that the server has done so far."""
     now, server = time.monotonic(), handle.server
     if server is not None and server.device == "cpu":
-        return WorkReading(now, cpu_seconds=None if server.pid is None else cpu_seconds(server.pid))
+        return WorkReading(now, cpu_seconds=server.cpu_seconds)
     try:
         return WorkReading(now, counters=await probes.counters(handle))
     except ProbeError:
         return WorkReading(now)
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of a process and all its descendants; 0 if it has ended."""
-    try:
-        root = psutil.Process(pid)
-        processes = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return 0.0
-    return sum(map(_own_cpu_seconds, processes))
-
-
-def _own_cpu_seconds(process: psutil.Process) -> float:
-    try:
-        times = process.cpu_times()
-    except psutil.NoSuchProcess:
-        return 0.0
-    return float(times.user + times.system)

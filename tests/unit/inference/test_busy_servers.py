@@ -45,8 +45,8 @@ def test_a_managed_server_is_busy_while_it_computes_and_restarts_when_it_is_stop
         record = pool.record(server.url)
         assert record.state is State.SUSPECT and record.busy and record.version == "1"
         assert len(lines) == 1 and "busy" in lines[0] and "rollout.concurrency" in lines[0]
-        assert server.pid is not None
-        os.killpg(server.pid, signal.SIGSTOP)
+        assert server._process is not None
+        os.killpg(server._process.pid, signal.SIGSTOP)
         wait_for(lambda: state(pool, server.url) is State.STALE)  # it has restarted
     assert "died" in lines[1] and "no sign of work for 3 s (rollout.patience" in lines[1]
 

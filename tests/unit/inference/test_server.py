@@ -74,7 +74,7 @@ def test_nothing_is_left(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         server.check()
         started = set(descendants()) - before
         assert len(started) == 3  # the server, its reaper, its worker
-        temporary = Path(psutil.Process(server.pid).environ()["TMPDIR"])
+        temporary = Path(psutil.Process(server._process.pid).environ()["TMPDIR"])
         assert temporary.is_dir()
         assert "pointers by megavlm_images" in server.log_path.read_text()
     _, alive = psutil.wait_procs(started, timeout=scaled(180))
@@ -299,7 +299,7 @@ def test_the_log_rotates_and_its_end_is_shown(
             server.rotate_log()
             assert server.log_path.stat().st_size == 0
         server.rotate_log()  # an empty one stays
-        os.kill(psutil.Process(server.pid).pid, signal.SIGABRT)  # it writes to the file it has open
+        os.kill(server._process.pid, signal.SIGABRT)  # it writes to the file it has open
         wait_until(lambda: server.log_path.stat().st_size > 0)
         assert b"\0" not in server.log_path.read_bytes(), "no gap"
     kept = sorted(path.name for path in server.log_path.parent.iterdir())
@@ -372,11 +372,11 @@ def test_a_server_that_ends_leaves_no_shared_memory(
         assert len(paths) == 2 and all(path.exists() for path in paths)
         if killed == "workers":
             time.sleep(LOOK_EVERY + scaled(0.5))
-            for child in psutil.Process(server.pid).children():
+            for child in psutil.Process(server._process.pid).children():
                 if "-c" in child.cmdline():
                     child.kill()
         if killed != "nobody":
-            os.kill(psutil.Process(server.pid).pid, signal.SIGKILL)  # its reaper removes it
+            os.kill(server._process.pid, signal.SIGKILL)  # its reaper removes it
             wait_until(lambda: not any(path.exists() for path in paths))
     assert not any(path.exists() for path in paths)
 
