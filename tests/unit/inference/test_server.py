@@ -368,7 +368,7 @@ def test_a_server_that_ends_leaves_no_shared_memory(
     """SGLang's workers may end before its first process: nobody maps their files then."""
     monkeypatch.setenv("STUB", "shared memory")
     with managed(tmp_path) as server:
-        paths = [Path(file) for file in shared_memory_of(server.pid)]
+        paths = [Path(file) for file in shared_memory_of(server._process.pid)]
         assert len(paths) == 2 and all(path.exists() for path in paths)
         if killed == "workers":
             time.sleep(LOOK_EVERY + scaled(0.5))
