@@ -60,12 +60,16 @@ class Estimator:
     needs_group: it compares the responses to a prompt, so a single response has no advantage.
     within_groups: before any whitening, the advantages of a group depend on that group alone, so
     that they can be computed before other groups are complete (rollout.overlap).
+    of_turns: where only the last token of a turn has a reward, all tokens of the turn have one
+    advantage. The trainer may then give it a single token for each part of a turn: the rewards are
+    the part's, and an advantage is that of all of its tokens.
     """
 
     function: EstimatorFunction
     whiten: bool = False
     needs_group: bool = False
     within_groups: bool = False
+    of_turns: bool = False
 
     def __call__(self, inputs: AdvantageInputs, settings: GRPO) -> Tensor:
         """Compute advantages [N]. Raises ValueError if the function returns another shape."""
@@ -80,7 +84,11 @@ class Estimator:
 
 
 def advantage_estimator(
-    *, whiten: bool = False, needs_group: bool = False, within_groups: bool = False
+    *,
+    whiten: bool = False,
+    needs_group: bool = False,
+    within_groups: bool = False,
+    of_turns: bool = False,
 ) -> Callable[[EstimatorFunction], Estimator]:
     """Return a decorator that declares an estimator's properties."""
-    return lambda function: Estimator(function, whiten, needs_group, within_groups)
+    return lambda function: Estimator(function, whiten, needs_group, within_groups, of_turns)

@@ -20,7 +20,7 @@ from megavlm.config.algorithm import GRPO
 _EPSILON = 1e-6
 
 
-@advantage_estimator(needs_group=True, within_groups=True)
+@advantage_estimator(needs_group=True, within_groups=True, of_turns=True)
 def grpo(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
     """Compute `group_relative` advantages; `normalize_by_std=false` gives Dr. GRPO."""
     made = group_relative(
@@ -32,7 +32,7 @@ def grpo(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
     return made[inputs.sequence_ids]
 
 
-@advantage_estimator(needs_group=True, within_groups=True)
+@advantage_estimator(needs_group=True, within_groups=True, of_turns=True)
 def rloo(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
     """Compute `leave_one_out` advantages."""
     made = leave_one_out(inputs.sequence_rewards, inputs.group_ids, inputs.has_reward)

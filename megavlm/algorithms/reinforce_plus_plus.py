@@ -10,7 +10,7 @@ from megavlm.algorithms.segments import discounted_sums
 from megavlm.config.algorithm import GRPO
 
 
-@advantage_estimator(whiten=True, within_groups=True)
+@advantage_estimator(whiten=True, within_groups=True, of_turns=True)
 def reinforce_plus_plus(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
     """Compute for each token the sum of its sequence's rewards from there on, including the KL
     penalty. Whitening follows.
@@ -18,7 +18,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
     return discounted_sums(inputs.rewards, inputs.sequence_ids, 1.0)
 
 
-@advantage_estimator(whiten=True, needs_group=True, within_groups=True)
+@advantage_estimator(whiten=True, needs_group=True, within_groups=True, of_turns=True)
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
     """Compute rewards minus the mean of their group. Whitening follows."""
     made = group_relative(

@@ -8,14 +8,15 @@ parallelism a rank holds only part of a sequence; sums over sequences are gather
 ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from megavlm.algorithms import kl
-from megavlm.algorithms.advantages import AdvantageInputs
+from megavlm.algorithms.advantages import AdvantageInputs, Estimator
 from megavlm.algorithms.gae import gae, turn_gae
 from megavlm.algorithms.registry import load_advantage_estimator
 from megavlm.algorithms.segments import Reduce
@@ -33,32 +34,62 @@ def with_advantages(
     uses later. is_whole: False for a wave of the step, whose advantages are whitened by
     `whiten_advantages` later. Driver only.
     """
-    present = [trees for trees in minibatches if trees]  # a wave may have none of a minibatch
-    tables = [concatenate([c for tree in trees for c in _columns(tree)]) for trees in present]
-    made = iter(_estimate(tables, settings, whitens=is_whole))
+    estimator = load_advantage_estimator(settings)
+    tables = [
+        [segment.columns for tree in trees for segment in tree.segments if segment.columns]
+        for trees in minibatches
+        if trees  # a wave may have none of a minibatch
+    ]
+    values = chain.from_iterable(
+        _of_segments(estimator, tables, settings, whitens=estimator.whiten and is_whole)
+    )
     result = []
     for trees in minibatches:
-        if not trees:
-            result.append(list[Tree]())
-            continue
-        advantages = next(made)
-        rows = torch.arange(len(advantages)) if settings.kl_in == "reward" else None
-        parts, start = [], 0
+        parts, num = [], 0
         for tree in trees:
             segments = []
             for segment in tree.segments:
                 if segment.columns is not None:
-                    end = start + len(segment.token_ids)
-                    columns = replace(
-                        segment.columns,
-                        advantages=advantages[start:end],
-                        rows=None if rows is None else rows[start:end],
-                    )
-                    segment, start = replace(segment, columns=columns), end
+                    end = num + len(segment.token_ids)
+                    rows = torch.arange(num, end) if settings.kl_in == "reward" else None
+                    columns = replace(segment.columns, advantages=next(values), rows=rows)
+                    segment, num = replace(segment, columns=columns), end
                 segments.append(segment)
             parts.append(Tree(tuple(segments)))
         result.append(parts)
     return result
+
+
+def _of_segments(
+    estimator: Estimator,
+    tables: Sequence[Sequence[TargetColumns]],
+    settings: GRPO,
+    *,
+    whitens: bool,
+) -> list[list[Tensor]]:
+    """Return the advantages of each minibatch's segments. tables: Columns of the segments; only the
+    last token of a turn has a reward. The tokens of a segment share one value if the estimator
+    gives them one.
+    """
+    rows = slice(-1, None) if estimator.of_turns else slice(None)
+    made = [estimator(_inputs(table, rows), settings) for table in tables]
+    sizes = [[len(columns.rewards) for columns in table] for table in tables]
+    if not estimator.of_turns:
+        made = _whitened(made, map(_weights, tables)) if whitens else made
+        return [[*values.split(each)] for values, each in zip(made, sizes, strict=True)]
+    if whitens:
+        lengths = [torch.tensor(each) for each in sizes]
+        of_tokens = [x.repeat_interleave(each) for x, each in zip(made, lengths, strict=True)]
+        whitened = _whitened(of_tokens, map(_weights, tables))
+        made = [x[each.cumsum(0) - 1] for x, each in zip(whitened, lengths, strict=True)]
+    return [
+        [value.expand(size) for value, size in zip(values.unbind(), each, strict=True)]
+        for values, each in zip(made, sizes, strict=True)
+    ]
+
+
+def _weights(table: Sequence[TargetColumns]) -> Tensor:
+    return torch.cat([columns.loss_weights for columns in table])
 
 
 def add_kl_advantages(
@@ -75,6 +106,7 @@ def add_kl_advantages(
     num_targets: Target tokens of each minibatch, on all ranks together. over_all: Sum over all
     ranks that hold packs. is_whole: As in `with_advantages`.
     """
+    estimator = load_advantage_estimator(settings)
     present, tables = [packs for packs in minibatches if packs], []
     for packs, num in zip(minibatches, num_targets, strict=True):
         if not packs:
@@ -83,7 +115,9 @@ def add_kl_advantages(
         assert held.rows is not None
         rewards = held.rewards - kl_coefficient * _kl(held, settings)
         tables.append(_scattered(replace(held, rewards=rewards), held.rows, num, over_all))
-    made = _estimate(tables, settings, whitens=is_whole)
+    made = [estimator(_inputs([table]), settings) for table in tables]
+    if estimator.whiten and is_whole:
+        made = _whitened(made, [table.loss_weights for table in tables])
     for packs, advantages in zip(present, made, strict=True):
         for pack in packs:
             assert pack.columns is not None and pack.columns.rows is not None
@@ -131,30 +165,27 @@ def whiten_advantages(packs: Sequence[Pack], *, over_all: Reduce) -> None:
         pack.columns = replace(pack.columns, advantages=part)
 
 
-def _estimate(tables: Sequence[TargetColumns], settings: GRPO, *, whitens: bool) -> list[Tensor]:
-    """Return the advantages of each minibatch."""
-    estimator = load_advantage_estimator(settings)
-    made = [estimator(_inputs(table), settings) for table in tables]
-    if not (estimator.whiten and whitens):
-        return made
-    counted = torch.cat([table.loss_weights for table in tables]) > 0
-    return list(whiten(torch.cat(made), counted).split([len(x) for x in made]))
+def _whitened(made: Sequence[Tensor], weights: Iterable[Tensor]) -> list[Tensor]:
+    """Whiten the advantages of all minibatches together. weights: Loss weights of their tokens."""
+    counted = torch.cat([*weights]) > 0
+    return list(whiten(torch.cat([*made]), counted).split([len(x) for x in made]))
 
 
-def _inputs(columns: TargetColumns) -> AdvantageInputs:
-    ids = columns.sequence_ids
+def _inputs(tables: Sequence[TargetColumns], rows: slice = slice(None)) -> AdvantageInputs:
+    """Return the inputs of an estimator. rows: The rows of each table that it gets."""
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(table, name)[rows] for table in tables])
+
+    ids = joined("sequence_ids")
     num = int(ids.max()) + 1 if len(ids) else 0
-    groups = columns.group_ids
+    groups, has_reward = joined("group_ids"), joined("has_reward")
     return AdvantageInputs(
-        rewards=columns.rewards,
+        rewards=joined("rewards"),
         sequence_ids=ids,
         group_ids=groups.new_zeros(num).index_put((ids,), groups),
-        has_reward=columns.has_reward.new_zeros(num).index_put((ids,), columns.has_reward),
+        has_reward=has_reward.new_zeros(num).index_put((ids,), has_reward),
     )
-
-
-def _columns(tree: Tree) -> Iterator[TargetColumns]:
-    return (segment.columns for segment in tree.segments if segment.columns is not None)
 
 
 def _gae(rewards: Tensor, columns: TargetColumns, settings: PPO) -> tuple[Tensor, Tensor]:
