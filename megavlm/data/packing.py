@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Segment:
     """S consecutive tokens, S > 0, that continue segment `parent` at its end (-1: none)."""
 
-    token_ids: Tensor  # [S] int64
-    positions: Tensor  # [3, S] int64
+    token_ids: Tensor  # [S] int32 or int64
+    positions: Tensor  # [3, S] int64; of a target those of text
     parent: int
     is_target: bool  # whether it is trained on, as a response is
     columns: TargetColumns | None = None  # [S], for responses that a policy sampled
@@ -267,7 +267,7 @@ def make_pack(
     parents = torch.where(parents < 0, parents, parents + first_segment)
     is_target = torch.tensor([segment.is_target for segment in segments])
 
-    token_ids = torch.cat([segment.token_ids for segment in segments])
+    token_ids = torch.cat([segment.token_ids for segment in segments]).long()
     everything = torch.arange(len(token_ids))
     segment_ids = torch.arange(len(segments)).repeat_interleave(sizes)
     segment_bounds = (*starts.tolist(), len(token_ids))

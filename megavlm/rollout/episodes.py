@@ -33,6 +33,7 @@ from megavlm.limited.failure import CallFailure
 from megavlm.observability.phases import Phases
 from megavlm.rewards.base import Example, ResponseDetails
 from megavlm.rewards.manager import RewardManager
+from megavlm.rollout.group_tree import tree_parts
 from megavlm.rollout.observations import Observer
 from megavlm.rollout.timed_environment import TimedEnvironment, step_score
 from megavlm.rollout.trajectory import Episode, Group
@@ -214,6 +215,8 @@ class EpisodeRunner:
         if group.has_ended and group.awaits_reward:
             await self._score_group(group)
         group.timed_out = not group.is_played
+        if group.is_played:
+            tree_parts(group)  # found now, while other groups are generated
 
     def take_skipped(self) -> Counter[Kind]:
         """Return the prompts skipped since the last call, by reason."""

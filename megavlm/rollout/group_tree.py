@@ -6,64 +6,79 @@ branch.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import text_positions
 from megavlm.data.processor import Prompt
 from megavlm.data.target_tokens import TargetColumns
 from megavlm.inference.protocol import Response
-from megavlm.rollout.trajectory import Group
+from megavlm.rollout.trajectory import Group, TreePart
 
 
 def group_tree(group: Group, columns: Sequence[TargetColumns]) -> Tree:
-    """Return the calls of a group's episodes as one tree. columns: Columns of each episode's
-    sampled tokens.
+    """Return the calls of a group's episodes as one tree. columns: Columns of each call's response.
 
     A response is a target once, below the prompt that it was sampled for. A prompt shares its
     longest prefix that is in the tree: with earlier calls of its episode and their responses, or
     with the prompts of other episodes up to a response. Prompts without a common first token have
     separate roots. Targets are in the order of episodes and calls.
     """
-    tree = CallTree()
-    for number, (episode, its_columns) in enumerate(zip(group.episodes, columns, strict=True)):
-        start = 0
-        for prompt, response in zip(episode.prompts, episode.responses, strict=True):
-            end = start + len(response.token_ids)
-            tree.add(number, prompt, response, its_columns.select(slice(start, end)))
-            start = end
-    return tree.to_tree()
+    prompts = group.prompts
+    responses = [response for episode in group.episodes for response in episode.responses]
+    segments = []
+    for parent, call, is_response, start, end, images in tree_parts(group):
+        prompt = prompts[call]
+        if is_response:
+            ids = torch.from_numpy(responses[call].token_ids[start:end])
+            positions = text_positions(end - start, prompt.next_position + start)
+            is_whole = len(ids) == len(responses[call].token_ids)
+            table = columns[call] if is_whole else columns[call].select(slice(start, end))
+            segments.append(Segment(ids, positions, parent, True, table))
+        else:
+            ids, positions = prompt.token_ids[start:end], prompt.positions[:, start:end]
+            segments.append(Segment(ids, positions, parent, False, images=images))
+    return Tree(tuple(segments))
 
 
-IntArray = npt.NDArray[np.int64]
+def tree_parts(group: Group) -> tuple[TreePart, ...]:
+    """Return the parts of a played group's tree. They are found when the group ends, while others
+    are generated, and kept.
+    """
+    if group.tree is None:
+        tree = CallTree()
+        for number, episode in enumerate(group.episodes):
+            for prompt, response in zip(episode.prompts, episode.responses, strict=True):
+                tree.add(number, prompt, response)
+        group.tree = tree.parts()
+    return group.tree
+
+
 Images = Sequence[tuple[int, str]]  # start among the tokens, and key
 
 
 @dataclass(eq=False)
 class _Node:
-    """A segment that grows into a tree.
+    """Tokens of a call's prompt or response that become a part of the tree.
 
-    owner: The episode whose response it is or continues; None for a prompt that no response
-    precedes. images: The images that start in it. users: Episodes whose calls contain it.
+    call: Number of the call. start: First token in its prompt or response. owner: The episode whose
+    response it is or continues; None for a prompt that no response precedes. images: The images
+    that start in it. users: Episodes whose calls contain it.
     """
 
-    token_ids: Tensor  # [S] int64
-    positions: Tensor  # [3, S] int64
+    ids: npt.NDArray[Any]  # [S] of integers
     parent: "_Node | None"
     owner: int | None
+    call: int
+    start: int = 0
     is_response: bool = False
-    columns: TargetColumns | None = None  # [S], for a response that is trained on
     images: Images = ()
     children: list["_Node"] = field(default_factory=list)
     users: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.ids = self.token_ids.numpy()
 
 
 class _Match(NamedTuple):
@@ -82,19 +97,13 @@ class CallTree:
     def __init__(self) -> None:
         self._nodes: list[_Node] = []  # parents before their children
         self._roots: list[_Node] = []
+        self._num_calls = 0
 
-    def add(
-        self,
-        episode: int,
-        prompt: Prompt,
-        response: Response,
-        columns: TargetColumns | None = None,
-    ) -> None:
+    def add(self, episode: int, prompt: Prompt, response: Response) -> None:
         """Add a call of an episode, after its earlier calls and those of earlier episodes."""
         node = self.add_prompt(episode, prompt)
-        ids = torch.from_numpy(response.token_ids).long()
-        positions = text_positions(len(ids), prompt.next_position)
-        self._append(_Node(ids, positions, node, episode, True, columns))
+        self._append(_Node(response.token_ids, node, episode, self._num_calls, is_response=True))
+        self._num_calls += 1
 
     @property
     def num_tokens(self) -> int:
@@ -105,21 +114,20 @@ class CallTree:
         _, known = self._longest_match(episode, prompt)
         return len(prompt.token_ids) - known
 
-    def to_tree(self) -> Tree:
+    def parts(self) -> tuple[TreePart, ...]:
+        """Return the parts of the tree, with parents before their children."""
         places: dict[_Node | None, int] = {node: index for index, node in enumerate(self._nodes)}
         places[None] = -1
-        return Tree(
-            tuple(
-                Segment(
-                    node.token_ids,
-                    node.positions,
-                    places[node.parent],
-                    node.is_response,
-                    node.columns,
-                    tuple(key for _, key in node.images),
-                )
-                for node in self._nodes
+        return tuple(
+            TreePart(
+                places[node.parent],
+                node.call,
+                node.is_response,
+                node.start,
+                node.start + len(node.ids),
+                tuple(key for _, key in node.images),
             )
+            for node in self._nodes
         )
 
     def add_prompt(self, episode: int, prompt: Prompt) -> _Node:
@@ -130,8 +138,8 @@ class CallTree:
         if known < len(prompt.token_ids):
             owner = None if node is None else node.owner
             shown = _between(_images(prompt), known, len(prompt.token_ids))
-            ids, positions = prompt.token_ids[known:], prompt.positions[:, known:]
-            node = self._append(_Node(ids, positions, node, owner, images=shown))
+            ids = prompt.token_ids.numpy()[known:]
+            node = self._append(_Node(ids, node, owner, self._num_calls, known, images=shown))
         assert node is not None, "a prompt has tokens"
         above: _Node | None = node
         while above is not None:
@@ -179,25 +187,21 @@ class CallTree:
         """Cut a node after `count` tokens. Returns the first part."""
         rest = replace(
             node,
-            token_ids=node.token_ids[count:],
-            positions=node.positions[:, count:],
+            ids=node.ids[count:],
             parent=node,
-            columns=None if node.columns is None else node.columns.select(slice(count, None)),
+            start=node.start + count,
             images=_between(node.images, count, len(node.ids)),
             users=set(node.users),
         )
         for child in rest.children:
             child.parent = rest
         self._nodes.insert(self._nodes.index(node) + 1, rest)
-        first = slice(count)
-        node.token_ids, node.positions = node.token_ids[first], node.positions[:, first]
-        node.columns = None if node.columns is None else node.columns.select(first)
-        node.images, node.children = _between(node.images, 0, count), [rest]
-        node.ids = node.token_ids.numpy()
+        node.ids, node.children = node.ids[:count], [rest]
+        node.images = _between(node.images, 0, count)
         return node
 
 
-def _common(node: _Node, ids: IntArray, images: Images) -> int:
+def _common(node: _Node, ids: npt.NDArray[np.int64], images: Images) -> int:
     """Return the number of tokens at the start of `ids` that are the node's. images: The images
     that start in them.
     """

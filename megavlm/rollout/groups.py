@@ -65,30 +65,43 @@ def policy_trees(
     groups; see `units_of`. A skipped episode has zero loss weights, and does not affect the
     advantages of others.
     """
-    episodes = [(number, episode) for number, g in enumerate(groups) for episode in g.episodes]
-    responses = [episode.response for _, episode in episodes]
+    if not groups:  # a wave may have none of a minibatch
+        return []
+    episodes = [episode for group in groups for episode in group.episodes]
     lengths, counted = _counted(groups, settings)
     longest = max_new_tokens * max_turns
     weights = token_weights(lengths, counted, settings.loss_aggregation, longest, units)
-    columns: list[list[TargetColumns]] = [[] for _ in groups]
-    for sequence_id, ((group_id, episode), response) in enumerate(
-        zip(episodes, responses, strict=True)
-    ):
-        size = (lengths[sequence_id],)
-        rewards, turn_ids = _turn_columns(episode, settings, max_new_tokens)
-        columns[group_id].append(
-            TargetColumns(
-                rewards=rewards,
-                rollout_logprobs=torch.from_numpy(response.logprobs),
-                loss_weights=torch.full(size, weights[sequence_id]),
-                sequence_ids=torch.full(size, sequence_id),
-                group_ids=torch.full(size, group_id),
-                turn_ids=turn_ids,
-                has_reward=torch.full(size, not episode.score.skipped),
-                is_stale=torch.cat([stale_tokens(r, version) for r in episode.responses]),
-            )
+    group_ids = [number for number, group in enumerate(groups) for _ in group.episodes]
+    # Tokens of an episode, and of a turn, share one value in memory.
+    shared = {
+        "loss_weights": torch.tensor(weights, dtype=torch.float32),
+        "sequence_ids": torch.arange(len(episodes)),
+        "group_ids": torch.tensor(group_ids),
+        "has_reward": torch.tensor([not episode.score.skipped for episode in episodes]),
+    }
+    of_episodes = zip(*(values.unbind() for values in shared.values()), strict=True)
+    turn_ids = torch.arange(max(len(episode.responses) for episode in episodes)).unbind()
+    rewards = iter(_rewards(episodes, settings, max_new_tokens))
+    columns = [
+        TargetColumns(
+            rewards=next(rewards),
+            rollout_logprobs=torch.from_numpy(response.logprobs),
+            turn_ids=turn_id.expand(len(response.token_ids)),
+            is_stale=stale_tokens(response, version),
+            **{
+                name: value.expand(len(response.token_ids))
+                for name, value in zip(shared, values, strict=True)
+            },
         )
-    return [group_tree(*item) for item in zip(groups, columns, strict=True)]
+        for episode, values in zip(episodes, of_episodes, strict=True)
+        for response, turn_id in zip(episode.responses, turn_ids, strict=False)
+    ]
+    trees, start = [], 0
+    for group in groups:
+        end = start + len(group.prompts)
+        trees.append(group_tree(group, columns[start:end]))
+        start = end
+    return trees
 
 
 def units_of(groups: Sequence[Group], settings: PolicyOptimization) -> int:
@@ -99,7 +112,7 @@ def units_of(groups: Sequence[Group], settings: PolicyOptimization) -> int:
 def _counted(groups: Sequence[Group], settings: PolicyOptimization) -> tuple[list[int], list[bool]]:
     """Return the length of each episode, and whether it is trained on."""
     episodes = [episode for group in groups for episode in group.episodes]
-    lengths = [sum(len(r.token_ids) for r in episode.responses) for episode in episodes]
+    lengths = [episode.num_tokens for episode in episodes]
     counted = [
         not episode.score.skipped
         and not (settings.mask_truncated and episode.responses[-1].finish == "length")
@@ -114,14 +127,14 @@ def rollout_metrics(groups: Sequence[Group], version: int | None = None) -> dict
     sampled.
     """
     episodes = [episode for group in groups for episode in group.episodes]
-    responses = [episode.response for episode in episodes]
+    last = [episode.responses[-1] for episode in episodes]
     scores = [episode.score for episode in episodes if not episode.score.skipped]
     metrics = {
         "episodes": float(len(episodes)),
         "reward": sum(score.reward for score in scores) / max(len(scores), 1),
         "accuracy": sum(score.correct for score in scores) / max(len(scores), 1),
-        "response_length": sum(len(r.token_ids) for r in responses) / len(responses),
-        "truncated_share": sum(r.finish == "length" for r in responses) / len(responses),
+        "response_length": sum(e.num_tokens for e in episodes) / len(episodes),
+        "truncated_share": sum(r.finish == "length" for r in last) / len(last),
         "groups_without_signal": 1 - sum(map(has_signal, groups)) / len(groups),
     }
     turns = [len(episode.responses) for episode in episodes]
@@ -229,21 +242,24 @@ def _files(images: Sequence[ProcessedImage]) -> list[tuple[str, Callable[[], byt
     return [(image.key, image.png) for image in images]
 
 
-def _turn_columns(
-    episode: Episode, settings: PolicyOptimization, max_new_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """Return rewards and turn numbers of an episode's sampled tokens. A turn's reward is at the
-    turn's last token; the penalty for an overlong last turn is at the last token of all.
+def _rewards(
+    episodes: Sequence[Episode], settings: PolicyOptimization, max_new_tokens: int
+) -> tuple[Tensor, ...]:
+    """Return the rewards [L] of each turn's tokens. A turn's reward is at its last token; the
+    penalty for an overlong last turn is added to it.
     """
-    lengths = torch.tensor([len(response.token_ids) for response in episode.responses])
-    assert lengths.all(), "a turn has tokens, and its reward a place"
-    of_turns = list(episode.rewards)
-    if settings.overlong_buffer:
-        # Only an episode's last turn can have reached the limit.
-        of_turns[-1] += settings.overlong_penalty * overlong_penalty(
-            int(lengths[-1]), max_length=max_new_tokens, buffer=settings.overlong_buffer
-        )
-    numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
-    rewards = torch.zeros(len(numbers))
-    rewards[lengths.cumsum(0) - 1] = torch.tensor(of_turns)
-    return rewards, numbers
+    lengths = [len(response.token_ids) for e in episodes for response in e.responses]
+    assert all(lengths), "a turn has tokens, and its reward a place"
+    of_turns = list[float]()
+    for episode in episodes:
+        of_turns += episode.rewards
+        if settings.overlong_buffer:
+            # Only an episode's last turn can have reached the limit.
+            of_turns[-1] += settings.overlong_penalty * overlong_penalty(
+                len(episode.responses[-1].token_ids),
+                max_length=max_new_tokens,
+                buffer=settings.overlong_buffer,
+            )
+    rewards = torch.zeros(sum(lengths))
+    rewards[torch.tensor(lengths).cumsum(0) - 1] = torch.tensor(of_turns)
+    return rewards.split(lengths)

@@ -11,7 +11,12 @@ from megavlm.rollout.trajectory import Group
 
 
 def stale_tokens(response: Response, version: int) -> Tensor:
-    """Return [L] bool: True for tokens that were sampled by other weights than `version`."""
+    """Return [L] bool: True for tokens that were sampled by other weights than `version`. The
+    tokens share one value if they have one.
+    """
+    stale = {span.version != str(version) for span in response.spans}
+    if len(stale) <= 1:
+        return torch.tensor(True in stale).expand(len(response.token_ids))
     flags = torch.zeros(len(response.token_ids), dtype=torch.bool)
     for span in response.spans:
         if span.version != str(version):

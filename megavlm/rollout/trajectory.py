@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -81,8 +82,29 @@ class Episode:
         )
 
     @property
+    def num_tokens(self) -> int:
+        """Number of the sampled tokens of all turns."""
+        return sum(len(response.token_ids) for response in self.responses)
+
+    @property
     def text(self) -> str:
         return "\n\n".join(self.texts)
+
+
+class TreePart(NamedTuple):
+    """Consecutive tokens of a group's tree: from `start` to `end` - 1 of a call's prompt or
+    response.
+
+    parent: Number of the part that they continue at its end; -1: none. call: Number of the turn,
+    in the order of episodes and their turns. images: Keys of the images that start in them.
+    """
+
+    parent: int
+    call: int
+    is_response: bool
+    start: int
+    end: int
+    images: tuple[str, ...] = ()
 
 
 # No repr: asyncio.Runner formats the result of its work for an error message that is never shown.
@@ -97,7 +119,7 @@ class Group:
     (rollout.timed_out), so that not all episodes are played. step: Training step at which the
     episodes were first started; the seeds of their environments are computed from it. stage:
     Curriculum stage of the episodes. awaits_reward: True until rewards of the whole group are
-    added.
+    added. tree: Parts of the tree of its episodes, once they are found (group_tree.tree_parts).
     """
 
     prompt: Prompt
@@ -107,6 +129,7 @@ class Group:
     step: int | None = None
     stage: CurriculumStage | None = None
     awaits_reward: bool = False
+    tree: tuple[TreePart, ...] | None = None
 
     @property
     def has_ended(self) -> bool:

@@ -69,7 +69,7 @@ def compare_calls(folder: Path, ranks: Ranks) -> dict[str, float]:
         [token_weights(len(r.token_ids), i) for i, r in enumerate(episode.responses)]
         for episode in group.episodes
     ]
-    tree = group_tree(group, [of_weights(torch.cat(x), i) for i, x in enumerate(weights)])
+    tree = group_tree(group, [of_weights(its, i) for i, each in enumerate(weights) for its in each])
     calls = [
         prompt_tree(prompt, [response.token_ids.tolist()], [of_weights(its, 0)])
         for episode, each in zip(group.episodes, weights, strict=True)

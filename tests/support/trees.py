@@ -39,7 +39,7 @@ def tree(prompt: int, responses: Sequence[int], image: str) -> Tree:
             columns(
                 length,
                 rewards=torch.arange(float(length)),
-                sequence_ids=torch.full((length,), number),
+                sequence_ids=torch.tensor(number).expand(length),
             ),
         )
         for number, length in enumerate(responses)

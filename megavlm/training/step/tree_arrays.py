@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megavlm.data.packing import Segment, Tree
-from megavlm.data.target_tokens import TargetColumns, concatenate
+from megavlm.data.positions import text_positions
+from megavlm.data.target_tokens import TargetColumns
 
 _COLUMN = "column."  # prefix of columns with one value per target token
 _SEGMENT_COLUMN = "segment_column."  # prefix of columns with one value per target segment
@@ -20,16 +21,22 @@ def trees_to_arrays(
     """Serialize `trees` as arrays. numbers: Image key -> number by which the arrays refer to the
     image. columns: Columns of any target, which tell the fields of all; None if targets have none.
 
-    Token ids and positions are stored in 32 bits. A column that is constant within each segment, as
-    most are, is stored as one value per segment.
+    Token ids and positions are stored in 32 bits; targets are text, of which the first position
+    tells the others. A column whose segments each share one value, as most do, is stored as one
+    value per segment.
     """
     segments = [segment for tree in trees for segment in tree.segments]
     targets = [segment for segment in segments if segment.is_target]
     arrays = {
-        "token_ids": _joined([s.token_ids for s in segments]).int(),
+        "token_ids": _joined([s.token_ids.int() for s in segments], torch.int32),
         "positions": torch.cat(
-            [torch.empty(3, 0, dtype=torch.long), *[s.positions for s in segments]], 1
-        ).int(),
+            [
+                torch.empty(3, 0, dtype=torch.int32),
+                *[s.positions.int() for s in segments if not s.is_target],
+            ],
+            1,
+        ),
+        "first_positions": _joined([s.positions[0, :1].int() for s in targets], torch.int32),
         "segment_sizes": torch.tensor([len(s.token_ids) for s in segments], dtype=torch.int32),
         "parents": torch.tensor([s.parent for s in segments], dtype=torch.int32),
         "is_target": torch.tensor([s.is_target for s in segments], dtype=torch.bool),
@@ -40,13 +47,11 @@ def trees_to_arrays(
     if columns is not None:
         parts = [segment.columns for segment in targets if segment.columns is not None]
         assert len(parts) == len(targets), "all targets have columns, or none has"
-        sizes = torch.tensor([len(segment.token_ids) for segment in targets], dtype=torch.long)
-        starts = sizes.cumsum(0) - sizes
-        for name, column in concatenate([columns.select(slice(0)), *parts]).present().items():
-            first = column[starts]
-            is_constant = torch.equal(first.repeat_interleave(sizes), column)
-            prefix, values = (_SEGMENT_COLUMN, first) if is_constant else (_COLUMN, column)
-            arrays[prefix + name] = values
+        for name, first in columns.present().items():
+            values = [getattr(part, name) for part in parts]
+            is_shared = all(x.stride() == (0,) or len(x) == 1 for x in values)
+            key = (_SEGMENT_COLUMN if is_shared else _COLUMN) + name
+            arrays[key] = _joined([x[:1] for x in values] if is_shared else values, first.dtype)
     return arrays
 
 
@@ -57,7 +62,13 @@ def trees_from_arrays(arrays: Mapping[str, Tensor], keys: Sequence[str]) -> list
     of_targets = [size for size, target in zip(sizes, is_target, strict=True) if target]
     columns = _columns(arrays, of_targets)
     token_ids = arrays["token_ids"].long().split(sizes)
-    positions = arrays["positions"].long().split(sizes, dim=1)
+    of_others = [size for size, target in zip(sizes, is_target, strict=True) if not target]
+    others = iter(arrays["positions"].long().split(of_others, dim=1))
+    firsts = iter(arrays["first_positions"].tolist())
+    positions = (
+        text_positions(size, next(firsts)) if target else next(others)
+        for size, target in zip(sizes, is_target, strict=True)
+    )
     images = (keys[index] for index in arrays["images"].tolist())
     parents, num_images = arrays["parents"].tolist(), arrays["num_images"].tolist()
     segments = (
@@ -105,5 +116,5 @@ def _is_column(name: str) -> bool:
     return name.startswith((_COLUMN, _SEGMENT_COLUMN))
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([torch.empty(0, dtype=torch.long), *parts])
+def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=dtype), *parts])

@@ -11,7 +11,7 @@ from megavlm.data.processor import REMOVED_IMAGE, Processor
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.group_tree import group_tree
 from megavlm.rollout.trajectory import Episode, Group
-from tests.support.columns import columns
+from tests.support.columns import columns, of_calls
 from tests.unit.rollout.scripted import ROW, Policy, play
 
 SHOWING = "tool_environments:Showing"
@@ -85,8 +85,8 @@ def test_the_oldest_image_becomes_a_note_and_the_tree_a_branch(
     assert dict(episode.counts) == {"images_replaced": 2}
 
     # Each response is trained once, below the prompt that it was sampled for.
-    tokens = len(episode.response.token_ids)
-    tree = group_tree(Group(processor.prompt(ROW), episodes=[episode]), [columns(tokens)])
+    group = Group(processor.prompt(ROW), episodes=[episode])
+    tree = group_tree(group, of_calls(group, [columns(episode.num_tokens)]))
     paths = []
     for number, segment in enumerate(tree.segments):
         if segment.is_target:

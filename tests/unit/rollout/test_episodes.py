@@ -22,7 +22,7 @@ from megavlm.rollout.episodes import example
 from megavlm.rollout.group_tree import group_tree
 from megavlm.rollout.groups import policy_trees, rollout_metrics
 from megavlm.rollout.trajectory import Group
-from tests.support.columns import columns
+from tests.support.columns import columns, of_calls
 from tests.support.responses import make_response
 from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner, fails, graded, play
 
@@ -158,7 +158,8 @@ def test_a_tree_has_each_turn_below_the_one_before(
     episodes = play(processor, manager, policy, "vqa_retry", options=options, **TWO_TURNS)
     lengths = [len(episode.response.token_ids) for episode in episodes]
     places = [columns(length, rewards=torch.arange(float(length))) for length in lengths]
-    tree = group_tree(Group(processor.prompt(ROW), episodes=episodes), places)
+    group = Group(processor.prompt(ROW), episodes=episodes)
+    tree = group_tree(group, of_calls(group, places))
     assert [segment.parent for segment in tree.segments] == [-1, 0, 1, 2, 0, 4, 5]
     assert [x.is_target for x in tree.segments] == [False, *[True, False, True] * 2]
     assert len(tree.images) == 3

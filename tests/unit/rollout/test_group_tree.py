@@ -16,7 +16,7 @@ from megavlm.rollout.group_tree import group_tree
 from megavlm.rollout.groups import policy_trees
 from megavlm.rollout.trajectory import Group
 from tests.support.calls import branching_group, episode
-from tests.support.columns import columns
+from tests.support.columns import columns, of_calls
 from tests.support.prompts import make_image
 from tests.support.random_images import image
 from tests.support.responses import make_response
@@ -53,7 +53,7 @@ def tree_of(*episodes: list[Call]) -> Tree:
         rewards = torch.arange(float(count), float(count + size))
         parts.append(columns(size, rewards=rewards, sequence_ids=torch.full((size,), number)))
         count += size
-    return group_tree(group, parts)
+    return group_tree(group, of_calls(group, parts))
 
 
 def shape(tree: Tree) -> list[tuple[str, int, bool, str]]:

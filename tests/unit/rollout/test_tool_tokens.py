@@ -18,7 +18,7 @@ from megavlm.inference.protocol import Response
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.group_tree import group_tree
 from megavlm.rollout.trajectory import Group
-from tests.support.columns import columns
+from tests.support.columns import columns, of_calls
 from tests.support.responses import make_response
 from tests.support.templates import TEMPLATES, template_of, with_template
 from tests.unit.rollout.scripted import Policy, graded, play
@@ -115,9 +115,8 @@ def test_three_turns_with_thoughts_calls_and_images(
     last = episode.prompts[-1]
     assert len(last.images) == 3
     # Sampled tokens are trained on as they are, each once.
-    tree = group_tree(
-        Group(episode.prompts[0], episodes=[episode]), [columns(len(episode.response.token_ids))]
-    )
+    group = Group(episode.prompts[0], episodes=[episode])
+    tree = group_tree(group, of_calls(group, [columns(episode.num_tokens)]))
     trained = [segment.token_ids for segment in tree.segments if segment.is_target]
     assert torch.cat(trained).tolist() == list(episode.response.token_ids)
     # Prompts only grow, and their text is the one of the template.
