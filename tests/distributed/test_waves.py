@@ -16,7 +16,6 @@ from megavlm.config.algorithm import PPO
 from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.data.processor import Prompt
-from megavlm.inference.protocol import Response
 from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
 from megavlm.parallel.mesh import Layout, build_mesh
@@ -34,6 +33,7 @@ from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 from tests.support.fork import launch
 from tests.support.levels import slow
 from tests.support.random_images import image
+from tests.support.responses import make_response
 
 pytestmark = pytest.mark.distributed
 
@@ -91,7 +91,7 @@ def group(prompt: Prompt, version: int, place: int) -> Group:
         reward = float(generator.integers(0, 3)) / 2
         score = Score(reward, False, failure="timeout" if is_skipped else None, skipped=is_skipped)
         episode = Episode(prompt)
-        response = Response(tokens, logprobs, finish, str(version))
+        response = make_response(tokens, logprobs, finish, str(version))
         episode.add_turn(response, "", reward, score, None)
         episodes.append(episode)
     return Group(prompt, episodes=episodes)
