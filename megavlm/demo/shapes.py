@@ -3,7 +3,8 @@
 An image is 56 x 56 pixels on a 2 x 2 grid: a cell (28 x 28) is one token of Qwen2.5-VL's tower.
 Three files are written, in the format of hiyouga/geometry3k with a category:
 
-train.parquet, test.parquet: questions with their true answers, from disjoint random streams.
+train.parquet, test.parquet: questions with their true answers, from disjoint random streams. Those
+    to train on also have another valid answer, which is wrong (`rejected`).
 warm_start.parquet: the first training data of a random model, on the training images. True captions
     teach the tower to see. Questions with random valid answers teach only the form of an answer;
     RL then has to teach the meaning of the questions. Pictures to zoom into (weave.py) and videos
@@ -64,7 +65,9 @@ def write_dataset(
     folder.mkdir(parents=True, exist_ok=True)
     train = examples(np.random.default_rng([seed, 0]), num_train, tasks)
     test = examples(np.random.default_rng([seed, 1]), num_test, tasks)
-    _write(folder / "train.parquet", (_row(e) | dict(e.columns) for e in train))
+    rng = np.random.default_rng([seed, 3])
+    pairs = (_row(e) | {"rejected": _wrong(rng, e)} | dict(e.columns) for e in train)
+    _write(folder / "train.parquet", pairs)
     _write(folder / "test.parquet", (_row(e) | dict(e.columns) for e in test))
     rng = np.random.default_rng([seed, 2])
     captions = [
@@ -214,6 +217,12 @@ def _example(
     if len(kinds) == 1:
         caption += f" {kinds[0]}"
     return DrawnExample((png(image),), question, answer, candidates, caption, task)
+
+
+def _wrong(rng: np.random.Generator, example: DrawnExample) -> str | None:
+    """Return another answer of the question's form, if it has any."""
+    others = [answer for answer in example.candidates if answer != example.answer]
+    return pick(rng, others) if others else None
 
 
 def _canvas(rng: np.random.Generator) -> tuple[Image.Image, ImageDraw.ImageDraw]:

@@ -154,9 +154,19 @@ def test_seed_decides_everything_and_splits_share_no_image(folder: Path, tmp_pat
 
 def test_form_is_geometry3ks(folder: Path) -> None:
     schema = pq.read_schema(folder / "train.parquet")
-    assert schema.names == ["images", "problem", "answer", "task"]
+    assert schema.names == ["images", "problem", "answer", "task", "rejected"]
     assert str(schema.field("images").type) == "list<element: struct<bytes: binary, path: string>>"
     assert all(row.problem.count("<image>") == 1 for row in load(folder, "warm_start"))
+
+
+def test_rejected_answers_are_valid_and_wrong(folder: Path) -> None:
+    rows = read_rows([str(folder / "train.parquet")], rejected_key="rejected")
+    for row in rows:
+        assert row.rejected is not None
+        assert row.rejected.text in WORDS[row.category] - {row.answer}
+    assert len({row.rejected.text for row in rows if row.rejected}) == len(
+        set.union(*WORDS.values())
+    )
 
 
 def test_places_and_descriptions_are_what_the_pixels_show(tmp_path: Path) -> None:
