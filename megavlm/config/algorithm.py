@@ -11,7 +11,7 @@ class PolicyOptimization(Section):
     """Keys that GRPO and PPO share."""
 
     name: str
-    """Algorithm: grpo, ppo or sft. The other keys of the section depend on it."""
+    """Algorithm: grpo, ppo, sft or dpo. The other keys of the section depend on it."""
 
     steps: int = bounded(40, least=1)
     """Steps of the run. A step samples rollouts, trains on them and updates the servers' weights.
@@ -300,14 +300,11 @@ class PPO(PolicyOptimization):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFT(Section):
-    """Supervised fine-tuning on the answers of the data."""
-
-    name: Literal["sft"] = "sft"
-    """Algorithm: sft."""
+class DataTraining(Section):
+    """Training on responses of the data. Nothing is sampled."""
 
     steps: int = bounded(300, least=1)
-    """Steps of the run, each one optimizer update. The default is the demo's."""
+    """Steps of the run, each one optimizer update. The default is that of the demo's warm start."""
 
     batch_size: int = bounded(32, least=1)
     """Rows in a step."""
@@ -323,5 +320,54 @@ class SFT(Section):
         return self.steps
 
 
-Algorithm = GRPO | PPO | SFT
-ALGORITHMS: dict[str, type[Algorithm]] = {"grpo": GRPO, "ppo": PPO, "sft": SFT}
+@dataclass(frozen=True, kw_only=True)
+class SFT(DataTraining):
+    """Supervised fine-tuning on the answers of the data."""
+
+    name: Literal["sft"] = "sft"
+    """Algorithm: sft."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO(DataTraining):
+    """Direct preference optimisation (arXiv 2305.18290) on pairs of responses, of which one is
+    preferred: `data.answer_key` over `data.rejected_key`.
+    """
+
+    name: Literal["dpo"] = "dpo"
+    """Algorithm: dpo."""
+
+    beta: float = bounded(0.1, above=0)
+    """Strength of the tie to the reference model, which is the model that training started from. A
+    smaller value lets the policy move further."""
+
+    loss_type: Literal["sigmoid", "sigmoid_norm", "hinge", "ipo", "robust"] = "sigmoid"
+    """Loss of a pair, under TRL's names. sigmoid: DPO. sigmoid_norm: the same of log-probs per
+    token (arXiv 2411.15124). hinge: SLiC (arXiv 2305.10425). ipo: squared distance of the margin
+    per token from 1 / 2 `beta` (arXiv 2310.12036). robust: unbiased for labels of which
+    `label_smoothing` are wrong (arXiv 2403.00409)."""
+
+    label_smoothing: float = bounded(0.0, least=0, below=0.5)
+    """Share of the pairs whose labels are taken to be wrong. With sigmoid it is conservative DPO
+    (ericmitchell.ai/cdpo.pdf)."""
+
+    reference_free: bool = False
+    """Use the log-probs themselves instead of their ratios to a reference model, as if it gave all
+    responses the same probability."""
+
+    def check(self) -> None:
+        if self.label_smoothing and self.loss_type in ("hinge", "ipo"):
+            raise ValueError(
+                f"algorithm.label_smoothing={self.label_smoothing} is for losses of type sigmoid, "
+                f"sigmoid_norm and robust, but algorithm.loss_type={self.loss_type}: set one of "
+                "them, or label_smoothing=0"
+            )
+        if self.loss_type == "robust" and not self.label_smoothing:
+            raise ValueError(
+                "algorithm.loss_type=robust with algorithm.label_smoothing=0 is sigmoid: set "
+                "label_smoothing, or algorithm.loss_type=sigmoid"
+            )
+
+
+Algorithm = GRPO | PPO | SFT | DPO
+ALGORITHMS: dict[str, type[Algorithm]] = {"grpo": GRPO, "ppo": PPO, "sft": SFT, "dpo": DPO}

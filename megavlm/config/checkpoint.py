@@ -12,6 +12,8 @@ SUPERVISED = (
     "loss", "gradient_norm", "learning_rate", "skipped_updates", "updates_without_signal",
     "skipped_bad", "skipped_long", "tokens_per_second", "memory_gib", "recording_failures",
     "tracker_failures", "flops_per_second", "mfu",
+    "preference/accuracy", "preference/margin", "preference/chosen_reward",
+    "preference/rejected_reward",
 )  # fmt: skip
 POLICY = (
     "episodes", "reward", "reward_failures", "accuracy", "turns", "curriculum_stage",

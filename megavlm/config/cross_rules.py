@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from typing import Any
 
-from megavlm.config.algorithm import SFT, PolicyOptimization
+from megavlm.config.algorithm import DPO, DataTraining, PolicyOptimization
 from megavlm.config.checkpoint import nearest_metrics
 from megavlm.config.evaluation import EVALUATION, MEASURES
 from megavlm.config.lora import SERVED_TARGETS
@@ -86,7 +86,13 @@ def _check_rates(config: Config) -> None:
 
 def _check_algorithm(config: Config) -> None:
     algorithm, ranks = config.algorithm, config.parallel.data or 1
-    if isinstance(algorithm, SFT):
+    rejected = config.data.rejected_key
+    if isinstance(algorithm, DPO) != (rejected is not None):
+        raise ValueError(
+            f"data.rejected_key={rejected or 'null'} with algorithm.name={algorithm.name}: dpo "
+            "compares responses with rejected ones, and nothing else does; set both or neither"
+        )
+    if isinstance(algorithm, DataTraining):
         if algorithm.batch_size < ranks:
             raise ValueError(
                 f"algorithm.batch_size={algorithm.batch_size} is less than a row for each of "
@@ -375,7 +381,8 @@ def _pack_tokens(config: Config) -> int:
     if isinstance(config.algorithm, PolicyOptimization):
         episodes = config.algorithm.responses_per_prompt
         return max(longest_tree(config, episodes=episodes), LEAST_PACK_TOKENS)
-    return max(2 * config.data.max_prompt_tokens, LEAST_PACK_TOKENS)
+    parts = 3 if isinstance(config.algorithm, DPO) else 2  # the prompt and its responses
+    return max(parts * config.data.max_prompt_tokens, LEAST_PACK_TOKENS)
 
 
 # The order matters: optimizer.warmup_steps depends on the steps that the critic's warmup leaves.

@@ -30,8 +30,13 @@ class Data(Section):
     """Prompt of every row where `data.prompt_key` is null."""
 
     answer_key: str | None = "answer"
-    """Column of the reference answer, which rewards compare with and SFT learns: text, or another
-    value as pandas prints it. If it is a list, the first item is used."""
+    """Column of the reference answer, which rewards compare with, SFT learns and DPO prefers: text,
+    another value as pandas prints it, or the assistant's message in a list. Of another list the
+    first item is used."""
+
+    rejected_key: str | None = None
+    """Column of the response that DPO rejects: text, the assistant's message in a list, or a whole
+    chat that ends with it. Only files to train on need the column."""
 
     image_keys: tuple[str, ...] = ("images",)
     """Columns of images, each with an image or a list of images: bytes, base64, a path relative to
@@ -83,7 +88,7 @@ class Data(Section):
     """Maximum length in tokens of the packed sequence of one forward pass. It must hold a prompt
     and one of its responses. A prompt whose responses are in several packs is computed in each of
     them; larger packs need more memory. Null uses the maximum length of a prompt with all of its
-    responses (for SFT, with an answer as long as the prompt), and at least 4096."""
+    responses (for SFT and DPO, with answers as long as the prompt), and at least 4096."""
 
     bad_samples: Literal["refuse", "skip"] = "refuse"
     """Handling of rows that cannot be used, such as images that cannot be decoded: `refuse` ends

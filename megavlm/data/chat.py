@@ -160,6 +160,30 @@ def read_chat(value: Sequence[Any]) -> Chat:
     Tool calls are in `tool_calls`, as in OpenAI's form, or in a message of the role tool_call or
     function_call. Raises ValueError for anything else.
     """
+    messages, parts = _read_messages(value)
+    if not any(message.role == "user" for message in messages):
+        raise ValueError("the messages have none by the user")
+    return Chat(tuple(messages), tuple(parts.images), tuple(parts.videos), parts.num_bare)
+
+
+def read_response(value: Sequence[Any], prompt: Sequence[Message]) -> Message:
+    """Read the assistant's message from a list that has it alone, or a whole chat that ends with it
+    after the messages of `prompt`.
+
+    Raises ValueError for anything else.
+    """
+    (*before, response), _ = _read_messages(value)
+    if response.role != "assistant":
+        raise ValueError(f"its last message is by the {response.role}, not by the assistant")
+    if before and before != list(prompt[-len(before) :]):
+        raise ValueError(
+            "its messages before the response are not the prompt's: give the response alone, or "
+            "after the same messages"
+        )
+    return response
+
+
+def _read_messages(value: Sequence[Any]) -> tuple[list[Message], _Parts]:
     messages, parts = list[Message](), _Parts()
     for number, message in enumerate(value):
         where = f"message {number}"
@@ -167,15 +191,13 @@ def read_chat(value: Sequence[Any]) -> Chat:
             raise ValueError(f"{where} is {message!r:.80}; it must have a role and content")
         before = parts.count
         read = _message(message, where, parts)
-        if read.role == "assistant" and number == len(value) - 1 > 0 and parts.count > before:
+        if read.role == "assistant" and number == len(value) - 1 and parts.count > before:
             raise ValueError(f"{where} is the answer, but it has an image or a video: remove that")
         if _role(message) in _CALL_ROLES and messages and messages[-1].role == "assistant":
             messages[-1] = _joined(messages[-1], read)
         else:
             messages.append(read)
-    if not any(message.role == "user" for message in messages):
-        raise ValueError("the messages have none by the user")
-    return Chat(tuple(messages), tuple(parts.images), tuple(parts.videos), parts.num_bare)
+    return messages, parts
 
 
 def read_tools(value: object) -> tuple[Mapping[str, Any], ...]:

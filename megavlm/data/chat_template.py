@@ -141,8 +141,9 @@ class ChatTemplate:
         system = self.system_prompt
         before, messages = _with_system(row, system), self._messages(row, system)
         text, spans, num_learnt = self._prompt(row, messages), list[tuple[int, int]](), 0
+        has_answer = row.response is not None and self._data.answer_key is None
         for index, message in enumerate(before):
-            if row.response is None or message.role != "assistant" or not message.is_trained:
+            if not has_answer or message.role != "assistant" or not message.is_trained:
                 continue
             num_learnt += 1
             if not any(earlier.role == "user" for earlier in before[:index]):
@@ -158,12 +159,15 @@ class ChatTemplate:
         self._check_keys(row, row.messages)
         for text in (row.problem, *(message.text for message in row.messages)):
             self._check_text(text, f"{row.source}: {name}")
-        further = [message.keys for message in (*row.messages, *filter(None, [row.response]))]
+        responses = [message for message in (row.response, row.rejected) if message is not None]
+        further = [message.keys for message in (*row.messages, *responses)]
         if row.tools or any(further):
             said = json.dumps([further, row.tools], ensure_ascii=False, default=str)
             self._check_text(said, f"{row.source}: {name} or 'tools'")
         answer = name if self._data.answer_key is None else repr(self._data.answer_key)
         self._check_text(row.answer, f"{row.source}: {answer}")
+        if row.rejected is not None:
+            self._check_text(row.rejected.text, f"{row.source}: {self._data.rejected_key!r}")
         return self._render(row, messages)
 
     def spelled_out(self, text: str) -> str:

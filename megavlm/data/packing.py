@@ -238,6 +238,39 @@ def supervised_tree(prompt: "Prompt") -> Tree:
     return Tree((*segments, Segment(answer, positions, len(segments) - 1, is_target=True)))
 
 
+def preference_tree(
+    prompt: "Prompt", number: int, count: int, reference: Sequence[float] | None
+) -> Tree:
+    """Return the prompt with its chosen and its rejected response. They are one sequence, so that
+    no plan of packs separates them.
+
+    number: Number of the pair among the `count` pairs of the step. reference: Log-probs of both
+    responses by the reference model, each summed over its tokens; None if they are not known.
+    """
+    responses = (prompt.answer_ids, prompt.rejected_ids)
+    columns = []
+    for place, response in enumerate(responses):
+        size = len(response)
+        ids, zeros = torch.full((size,), number), torch.zeros(size)
+        no = torch.zeros(size, dtype=torch.bool)
+        mean = None if reference is None else reference[place] / size
+        columns.append(
+            TargetColumns(
+                rewards=zeros,
+                rollout_logprobs=zeros,
+                loss_weights=torch.full((size,), 1 / count),
+                sequence_ids=ids,
+                group_ids=ids,
+                turn_ids=torch.zeros_like(ids),
+                has_reward=no,
+                is_stale=no,
+                reference_logprobs=None if mean is None else torch.full((size,), mean).double(),
+                is_chosen=~no if place == 0 else no,
+            )
+        )
+    return prompt_tree(prompt, responses, columns)
+
+
 def make_pack(
     trees: Sequence[Tree],
     *,

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from megavlm.config.data import Data
 from megavlm.data.chat_template import ChatTemplate, text_after_response
 from megavlm.data.image_processing import ImageCache, ImageProcessor, ProcessedImage
-from megavlm.data.rows import Row
+from megavlm.data.rows import Row, check_pair, rejected_row
 from megavlm.data.videos import ProcessedVideo, VideoProcessor
 from megavlm.families import Family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
@@ -23,7 +23,9 @@ REMOVED_IMAGE = "[an image was here]"  # in place of an image that left the prom
 
 
 class PromptTooLong(ValueError):
-    """A prompt of more than max_prompt_tokens."""
+    """A prompt of more than data.max_prompt_tokens, or with responses of more than
+    data.pack_tokens.
+    """
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Prompt:
     images: tuple[ProcessedImage, ...]  # and videos (`is_video`), in the order of their tokens
     image_starts: tuple[int, ...] = ()  # the first of the tokens of each image
     turns: tuple[LearntTurn, ...] = ()  # earlier turns that SFT learns in addition to the answer
-    answer_ids: tuple[int, ...] = ()  # tokens of the answer that SFT learns
+    answer_ids: tuple[int, ...] = ()  # tokens of the answer that SFT learns or DPO prefers
+    rejected_ids: tuple[int, ...] = ()  # tokens of the response that DPO rejects
 
     @property
     def num_vision_tokens(self) -> int:
@@ -123,7 +126,7 @@ class Processor:
         self.merge_size = self._images.format.merge  # patches of a side that become one token
         self.token_side = self._images.format.patch * self.merge_size  # in pixels
         self.coordinates = family.coordinates
-        self._max_prompt_tokens = data.max_prompt_tokens
+        self._max_prompt_tokens, self._pack_tokens = data.max_prompt_tokens, data.pack_tokens
 
         self.vocab_size: int = config.get_text_config().vocab_size
         added = self._tokenizer.added_tokens_decoder
@@ -180,10 +183,32 @@ class Processor:
         prompt = self._prompt(row, short_ids, turns=turns)
         return self._checked(replace(prompt, answer_ids=answer_ids))
 
+    def preference_prompt(self, row: Row) -> Prompt:
+        """Convert a row to a prompt with the two responses that DPO compares.
+
+        Raises ValueError as `supervised_prompt` does, and for a row that is no pair.
+        """
+        chosen, rejected = map(tuple, self.pair_ids(row))
+        prompt = self._prompt(row, self._short_ids(row))
+        return self._checked(replace(prompt, answer_ids=chosen, rejected_ids=rejected))
+
+    def pair_ids(self, row: Row) -> tuple[list[int], list[int]]:
+        """Return the tokens of the chosen and of the rejected response. Raises ValueError as
+        `preference_prompt` does.
+        """
+        check_pair(row)
+        return self.answer_ids(row), self.answer_ids(rejected_row(row))
+
     def _checked(self, prompt: Prompt) -> Prompt:
         num_tokens = len(prompt.token_ids)
         if num_tokens > self._max_prompt_tokens:
             raise PromptTooLong(self.too_long(prompt.row, num_tokens))
+        whole = num_tokens + len(prompt.answer_ids) + len(prompt.rejected_ids)
+        if whole > self._pack_tokens:
+            raise PromptTooLong(
+                f"{prompt.row.source}: the prompt and its responses have {whole} tokens, more than "
+                f"data.pack_tokens={self._pack_tokens}; raise that or leave the row out"
+            )
         return prompt
 
     def num_context_turns(self, row: Row) -> int:

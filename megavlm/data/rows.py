@@ -17,6 +17,7 @@ from megavlm.data.chat import (
     Chat,
     Message,
     read_chat,
+    read_response,
     read_tools,
     without_nulls,
 )
@@ -54,7 +55,8 @@ class Row:
     num_unfetched: int = 0  # number of images at URLs, which Rows.peek leaves out
     messages: tuple[Message, ...] = ()  # the whole chat; () if `problem` is all of it
     tools: tuple[Mapping[str, Any], ...] = ()  # tools that the chat's assistant may call
-    response: Message | None = None  # the assistant's last message of a chat; `answer` is its text
+    response: Message | None = None  # the answer as a message of a chat; `answer` is its text
+    rejected: Message | None = None  # the response that DPO rejects
     dataset: str = field(default="", compare=False)  # the data set's name: "photos/train"
     is_fetched: bool = field(default=False, compare=False)  # images or videos came from the network
 
@@ -67,8 +69,10 @@ class Rows(Sequence[Row]):
     - The prompt column holds text or a chat (see chat.py). If no column gives the answer, the last
       message of a chat does, if it is the assistant's. With a chat, a column `tools` may hold the
       tools of its assistant, and a column `system` the text of its system message.
-    - The answer column may hold a list; its first item is used. If the column is also an extra
-      column, it may be null, and the answer is "".
+    - The answer column may hold the assistant's message in a list; of another list the first item
+      is used. If the column is also an extra column, it may be null, and the answer is "".
+    - The rejected column may hold text, the assistant's message in a list, or a whole chat that
+      ends with it. It may be missing: files to evaluate on need none.
     - An image column holds an image or a list of images, in any form of image_sources.py. Paths
       are relative to the data file and stay inside its folder. Null or an empty list means that
       the row has no image; an empty text, such as an empty cell of a CSV file, is an error.
@@ -88,7 +92,7 @@ class Rows(Sequence[Row]):
         self._data = data
         self.files = expand(files)
         # In a CSV file these columns are always text: the region "01" must not become the number 1.
-        texts = [name for _, name in _columns(data)]
+        texts = [*(name for _, name in _columns(data)), *filter(None, [data.rejected_key])]
         self._tables = [open_table(file, texts) for file in self.files]
         for file, table in zip(self.files, self._tables, strict=True):
             _check_columns(file, table.columns, data)
@@ -155,6 +159,8 @@ class Rows(Sequence[Row]):
             "videos": data.video_key,
             "extra": data.extra_keys,
         }
+        if data.rejected_key is not None:  # older checkpoints know of none
+            columns["rejected"] = data.rejected_key
         named = ", ".join(f"{name}={value!r}" for name, value in columns.items())
         digest = hashlib.sha256(f"Columns({named})".encode())
         for file in self.files:
@@ -171,7 +177,8 @@ class Rows(Sequence[Row]):
         if number not in self._cache:
             file, block = self.blocks[number]
             table, columns = self._tables[file], [name for _, name in _columns(self._data)]
-            columns += [name for name in _BESIDE_CHAT if name in (table.columns or ())]
+            optional = (*_BESIDE_CHAT, *filter(None, [self._data.rejected_key]))
+            columns += [name for name in optional if name in (table.columns or ())]
             self._cache[number] = table.read(block, list(dict.fromkeys(columns)))
             held = sum(self.block_bytes[n] for n in self._cache)
             while held > CACHE_BYTES and len(self._cache) > 1:
@@ -198,7 +205,7 @@ class Rows(Sequence[Row]):
                 name: None if isinstance(value, float) and math.isnan(value) else value
                 for name, value in content.record(offset).items()
             }
-            for name in (data.prompt_key, TOOLS_COLUMN):
+            for name in (data.prompt_key, data.answer_key, data.rejected_key, TOOLS_COLUMN):
                 if name in record and content.fills_nulls:
                     record[name] = without_nulls(record[name])
             maker = _RowMaker(data, record, DataFolder(file.folder), fetches, checked)
@@ -223,10 +230,14 @@ class _RowMaker:
     def row(self, index: int, source: str, dataset: str) -> Row:
         data, record = self.data, self.record
         chat = self._chat()
-        messages, response, answer = chat.messages, None, self._answer()
+        messages, response = chat.messages, self._message(data.answer_key, chat.messages)
+        answer = self._answer() if response is None else response.text
         if len(messages) > 1 and messages[-1].role == "assistant":
             messages, response = messages[:-1], messages[-1]
             answer = self._response(response)
+        rejected = self._message(data.rejected_key, messages)
+        if rejected is None and (text := record.get(str(data.rejected_key))) is not None:
+            rejected = Message("assistant", _text(text, str(data.rejected_key)))
         found = [(name, item) for name in data.image_keys for item in _listed(record.get(name))]
         videos = () if data.video_key is None else _listed(record.get(data.video_key))
         for kind, columns, items, held in (
@@ -267,6 +278,7 @@ class _RowMaker:
             messages=() if whole else messages,
             tools=self._tools(),
             response=response,
+            rejected=rejected,
             dataset=dataset,
             is_fetched=self.fetches
             and (any(is_url(item) for _, item in found) or any(map(is_fetched_video, videos))),
@@ -278,6 +290,16 @@ class _RowMaker:
             return ""
         value = self.record.get(name)
         return _text(value[0] if isinstance(value, list) and value else value, name)
+
+    def _message(self, column: str | None, prompt: Sequence[Message]) -> Message | None:
+        """Return the response in a column of messages, or None if the column has none."""
+        value = None if column is None else self.record.get(column)
+        if not _is_chat(value):
+            return None
+        try:
+            return read_response(value, prompt)
+        except ValueError as error:
+            raise ValueError(f"column {column!r}: {error}") from error
 
     def _response(self, message: Message) -> str:
         """Return the answer given by the last message of a chat."""
@@ -336,8 +358,31 @@ def check_media(row: Row) -> None:
             raise ValueError(f"{row.source}: {name}: {error}") from error
 
 
+def check_pair(row: Row) -> None:
+    """Raise ValueError that names the row if it does not have two responses to compare."""
+    if row.rejected is None:
+        raise ValueError(
+            f"{row.source}: algorithm.name=dpo needs a response to reject, but this row has none: "
+            "name its column in data.rejected_key, or leave the row out"
+        )
+    if row.rejected.text == row.answer and row.rejected.keys == _keys(row):
+        raise ValueError(
+            f"{row.source}: the chosen and the rejected response are the same; leave the row out"
+        )
+
+
+def rejected_row(row: Row) -> Row:
+    """Return a row whose answer is the rejected response."""
+    assert row.rejected is not None
+    return replace(row, answer=row.rejected.text, response=row.rejected)
+
+
+def _keys(row: Row) -> Mapping[str, Any]:
+    return {} if row.response is None else row.response.keys
+
+
 def _columns(data: Data) -> list[tuple[str, str]]:
-    """Return (configuration key, column) of every column that is read."""
+    """Return (configuration key, column) of every column that files must have."""
     keys = ("prompt_key", "answer_key", "category_key", "video_key", "image_keys", "extra_keys")
     columns = []
     for key in keys:

@@ -55,7 +55,7 @@ def summarize(
     """Summarize at most `limit` evenly spread rows.
 
     max_tokens: Limit of a prompt's length.
-    is_supervised: True if SFT learns the answers, so that the chat template must render them.
+    is_supervised: True if answers are learnt, so that the chat template must render them.
     count: Called for progress with the number of rows done and the number of rows to check.
     """
     summary = Summary(len(rows))

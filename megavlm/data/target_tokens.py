@@ -11,9 +11,10 @@ from torch import Tensor
 class TargetColumns:
     """Columns of a table with one row per target token: every field is a tensor [N].
 
-    The rollout (rollout/groups.py) writes the fields without a default. The other fields are added
-    by `dataclasses.replace`, on the last pipeline stage if they need a pass of a model. They are
-    None until then, and always if the algorithm does not use them.
+    The rollout (rollout/groups.py), or a pair of responses in the data (data/packing.py), writes
+    the fields without a default. The other fields are added by `dataclasses.replace`, on the last
+    pipeline stage if they need a pass of a model. They are None until then, and always if the
+    algorithm does not use them.
     """
 
     rewards: Tensor
@@ -49,13 +50,19 @@ class TargetColumns:
     from the first update. Read by the loss and by the KL in the reward.
     """
     reference_logprobs: Tensor | None = None
-    """float32, nats. Log-probs by the reference model. Read by the KL in the loss or the reward."""
+    """float32, nats. Log-probs by the reference model. Read by the KL in the loss or the reward,
+    and by the loss of pairs, which needs their sums: they may be the response's mean, in float64.
+    """
     values: Tensor | None = None
     """float32. The critic's values before the step's updates. Read by GAE and the value loss."""
     advantages: Tensor | None = None
     """float32. Written by training/advantages.py, read by the policy's loss."""
     returns: Tensor | None = None
     """float32. Targets of the critic: advantages plus values. Written with a critic only."""
+    is_chosen: Tensor | None = None
+    """bool. True if the token is of the preferred response of its pair, which is its sequence. Read
+    by the loss of pairs.
+    """
 
     def __post_init__(self) -> None:
         for name, column in self.present().items():

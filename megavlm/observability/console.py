@@ -43,6 +43,8 @@ _FIELDS = (
     _Field("loss", "loss", number, "training loss"),
     _Field("reward", "reward", lambda value: f"{value:.3f}", "mean of the step's responses"),
     _Field("accuracy", "correct", _share, "correct responses"),
+    _Field("preference/accuracy", "right", _share, "pairs whose chosen response gains more"),
+    _Field("preference/margin", "margin", _short, "reward of chosen over rejected responses"),
     _Field("response_length", "length", _short, "tokens per response"),
     _Field("truncated_share", "cut off", _share, "responses ended by the token limit"),
     _Field(

@@ -162,12 +162,16 @@ def reduce_measures(reports: Sequence[dict[str, torch.Tensor]], mesh: Mesh) -> d
     Measures whose names start with `largest` are maxima instead. The reports of the last pipeline
     stage are used, and every rank gets the result.
     """
-    result = _reduce(reports, mesh.groups.dp_cp) if mesh.is_last_stage else None
-    if mesh.layout.pipeline == 1:
-        assert result is not None
-        return result
-    box = [result]
-    dist.broadcast_object_list(box, src=mesh.world_size - 1, group=mesh.objects)
+    return from_last_stage(
+        _reduce(reports, mesh.groups.dp_cp) if mesh.is_last_stage else None, mesh
+    )
+
+
+def from_last_stage(value: T | None, mesh: Mesh) -> T:
+    """Return on every rank the value that the ranks of the last pipeline stage have. Collective."""
+    box: list[Any] = [value]
+    if mesh.layout.pipeline > 1:
+        dist.broadcast_object_list(box, src=mesh.world_size - 1, group=mesh.objects)
     (received,) = box
     assert received is not None, "the last rank is on the last stage"
     return received

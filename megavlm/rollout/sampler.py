@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from megavlm.config.algorithm import SFT
+from megavlm.config.algorithm import DPO, DataTraining
 from megavlm.config.schema import Config
 from megavlm.data.loader import PromptStream, held_for
 from megavlm.data.processor import Processor
@@ -52,19 +52,15 @@ class Sampler:
 
     def prompt_stream(self) -> PromptStream:
         """Return the stream of the training prompts, at its start. The caller closes it."""
-        config, algorithm = self.config, self.config.algorithm
-        is_sft = isinstance(algorithm, SFT)
-        return PromptStream(
-            self.rows,
-            self.processor.supervised_prompt if is_sft else self.processor.prompt,
-            config.data,
-            seed=config.run.seed,
-            # Prompts are read in batches of one step, so that an image is processed once per step.
-            batch_size=(
-                algorithm.batch_size if isinstance(algorithm, SFT) else algorithm.prompts_per_step
-            ),
-            held="nothing" if is_sft else held_for(config.rollout),
-        )
+        algorithm, processor = self.config.algorithm, self.processor
+        # Prompts are read in batches of one step, so that an image is processed once per step.
+        stream = partial(PromptStream, self.rows, data=self.config.data, seed=self.config.run.seed)
+        if isinstance(algorithm, DataTraining):
+            is_pairs, size = isinstance(algorithm, DPO), algorithm.batch_size
+            make = processor.preference_prompt if is_pairs else processor.supervised_prompt
+            return stream(make, batch_size=size, held="nothing")
+        held, size = held_for(self.config.rollout), algorithm.prompts_per_step
+        return stream(processor.prompt, batch_size=size, held=held)
 
     def generate(
         self, how: Sampling, version: int | None, refit: Refit | None, *, skip: bool = False

@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from megavlm.config.algorithm import SFT
+from megavlm.config.algorithm import DataTraining
 from megavlm.config.schema import Config
 from megavlm.data.processor import Processor
 from megavlm.data.report import DATA_REPORT_FILE, write_data_report
@@ -34,7 +34,8 @@ def data_report(config: Config, progress: Progress) -> Path:
                 processor,
                 max_tokens=config.data.max_prompt_tokens,
                 limit=LIMIT,
-                is_supervised=isinstance(config.algorithm, SFT) and name == "Training data",
+                is_supervised=isinstance(config.algorithm, DataTraining)
+                and name == "Training data",
                 count=partial(progress.count, unit=f"{name.lower()}: row"),
             )
     progress.show("writing the page")

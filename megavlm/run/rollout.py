@@ -31,7 +31,8 @@ def record_rollouts(config: Config, progress: Progress) -> None:
     rollouts cannot be written, and the errors of a run's rollouts.
     """
     if not isinstance(config.algorithm, PolicyOptimization) or config.rollout.replay is not None:
-        key = "algorithm.name=sft" if config.rollout.replay is None else "rollout.replay"
+        name = f"algorithm.name={config.algorithm.name}"
+        key = name if config.rollout.replay is None else "rollout.replay"
         raise ValueError(f"megavlm rollout samples responses, but {key} samples none: change it")
     config = replace(
         config,

@@ -6,7 +6,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from megavlm.config.algorithm import PPO, PolicyOptimization
+from megavlm.config.algorithm import DPO, PPO, SFT, PolicyOptimization
 from megavlm.config.dump import changes, write
 from megavlm.config.schema import Config
 from megavlm.inference.connect import connect, servers_of_nodes
@@ -28,6 +28,7 @@ from megavlm.run.checks.run_lock import run_lock
 from megavlm.run.exit_reason import end_run
 from megavlm.run.export import export_checkpoint, verify_export
 from megavlm.training.base_trainer import BaseTrainer
+from megavlm.training.dpo_trainer import PreferenceTrainer
 from megavlm.training.driver import Driver
 from megavlm.training.guards import TimeLimit
 from megavlm.training.policy_trainer import PolicyTrainer
@@ -125,10 +126,10 @@ def generates(config: Config) -> bool:
 def _trainer(
     train_state: TrainState, driver: Driver | None, sync: WeightSync | None
 ) -> BaseTrainer:
-    if isinstance(train_state.config.algorithm, PolicyOptimization):
-        is_ppo = isinstance(train_state.config.algorithm, PPO)
-        return (PPOTrainer if is_ppo else PolicyTrainer)(train_state, driver, sync)
-    return SupervisedTrainer(train_state, driver, sync)
+    algorithm = train_state.config.algorithm
+    trainers = {PPO: PPOTrainer, DPO: PreferenceTrainer, SFT: SupervisedTrainer}
+    trainer = trainers.get(type(algorithm), PolicyTrainer)
+    return trainer(train_state, driver, sync)
 
 
 def _finish(train_state: TrainState, driver: Driver | None, complete: bool) -> None:

@@ -5,7 +5,7 @@ records.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megavlm.config.algorithm import SFT
+from megavlm.config.algorithm import DataTraining
 from megavlm.config.schema import Config
 from megavlm.data.loader import PromptStream
 from megavlm.environments.curriculum import Curriculum
@@ -42,7 +42,7 @@ class Driver:
         self.curriculum = Curriculum(config.curriculum)
         self.experience: GroupSource | PromptStream = (
             self.sampler.prompt_stream()
-            if isinstance(config.algorithm, SFT)
+            if isinstance(config.algorithm, DataTraining)
             else make_source(self.sampler, connection, self.curriculum, phases)
         )
 
@@ -64,7 +64,7 @@ class Driver:
 
     @property
     def prompts(self) -> PromptStream:
-        """Stream of the prompts of supervised fine-tuning."""
+        """Stream of the prompts of SFT and DPO."""
         assert isinstance(self.experience, PromptStream)
         return self.experience
 

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from megavlm.algorithms import importance
+from megavlm.algorithms.dpo import dpo
 from megavlm.algorithms.kl import estimator
 from megavlm.algorithms.policy_loss import PolicyInputs
 from megavlm.algorithms.registry import load_policy_loss
-from megavlm.algorithms.segments import Reduce, alone
+from megavlm.algorithms.segments import Reduce, alone, segment_sum
 from megavlm.algorithms.value_loss import value_loss
-from megavlm.config.algorithm import PPO, PolicyOptimization
+from megavlm.config.algorithm import DPO, PPO, PolicyOptimization
 from megavlm.data.packing import Pack
 from megavlm.data.target_tokens import TargetColumns
 from megavlm.models.common.logprobs import TokenScores
@@ -132,6 +133,54 @@ def supervised_loss(num_targets: int) -> LossFunction:
         return loss / num_targets, {"tokens": tokens, "loss": loss.detach()}
 
     return loss_function
+
+
+def preference_loss(settings: DPO, reduce: Reduce = alone) -> LossFunction:
+    """Return the loss function of pairs of responses: the mean over the batch's pairs.
+
+    The columns need `is_chosen`, and `reference_logprobs` unless there is no reference. A sequence
+    is a pair, which no two packs share. reduce: Sum over the context ranks of a pack.
+
+    Measures are sums over pairs. A pair's loss depends on all of its tokens, which may be on
+    several context ranks; each rank adds the gradient of its own tokens and its share of the value.
+    """
+
+    def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
+        logprobs, columns = scores.logprobs, pack.columns
+        assert columns is not None and columns.is_chosen is not None
+        pairs, weights, num = columns.sequence_ids, columns.loss_weights, pack.num_sequences
+        ratios = logprobs.detach()
+        if columns.reference_logprobs is not None:
+            ratios = ratios - columns.reference_logprobs
+        parts = [response_sums(columns, x, num) for x in (ratios, torch.ones_like(ratios))]
+        sums, lengths = reduce(torch.stack(parts))
+        with torch.enable_grad():
+            losses = dpo(sums.requires_grad_(), lengths, settings)
+            (slopes,) = torch.autograd.grad(losses.sum(), sums)
+        slope = slopes[0, pairs].where(columns.is_chosen, slopes[1, pairs])
+        gradient = (slope * weights * (logprobs - logprobs.detach())).sum()
+        shares = 1 / lengths.sum(0)[pairs]  # of each token in its pair
+        chosen, rejected = settings.beta * sums.detach()[:, pairs]
+        loss = (losses.detach()[pairs] * weights * shares).sum()
+        return (loss + gradient).to(logprobs.dtype), {
+            "loss": loss,
+            "tokens": logprobs.new_tensor(float(pack.num_targets)),
+            "pairs": shares.sum(),
+            "chosen_reward": (chosen * shares).sum(),
+            "rejected_reward": (rejected * shares).sum(),
+            "preferred": ((chosen > rejected) * shares).sum(),
+        }
+
+    return loss_function
+
+
+def response_sums(columns: TargetColumns, values: Tensor, num: int) -> Tensor:
+    """Return the sums [2, S] of `values` [N] over the chosen and the rejected response of each of
+    `num` pairs, in float64.
+    """
+    assert columns.is_chosen is not None
+    responses = columns.sequence_ids + num * (~columns.is_chosen).long()
+    return segment_sum(values.double(), responses, 2 * num).view(2, num)
 
 
 def _correction(

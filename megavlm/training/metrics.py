@@ -74,6 +74,21 @@ def supervised_metrics(report: Report) -> dict[str, float]:
     return {"loss": _per_token([report], "loss")} | _update([report])
 
 
+def preference_metrics(report: Report) -> dict[str, float]:
+    """Return means over the pairs of a step. A response's reward is beta log p / p_reference."""
+    mean = {
+        name: report[name] / report["pairs"]
+        for name in ("chosen_reward", "rejected_reward", "preferred")
+    }
+    return {
+        "loss": report["loss"],
+        "preference/accuracy": mean["preferred"],
+        "preference/margin": mean["chosen_reward"] - mean["rejected_reward"],
+        "preference/chosen_reward": mean["chosen_reward"],
+        "preference/rejected_reward": mean["rejected_reward"],
+    } | _update([report])
+
+
 def _per_token(reports: Sequence[Report], name: str) -> float:
     return sum(report[name] for report in reports) / sum(report["tokens"] for report in reports)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megavlm.checkpointing.folder import experts_form, locate_step
-from megavlm.config.algorithm import SFT
+from megavlm.config.algorithm import DPO, SFT
 from megavlm.config.dump import to_yaml
 from megavlm.config.schema import Config
 from megavlm.data.processor import Processor
@@ -105,7 +105,9 @@ def check_prompts(key: str, rows: Rows, processor: Processor, config: Config) ->
     refuses such rows, and if no row is left, if it skips them.
     """
     data, found = config.data, _Found()
-    is_learnt = key == "data.train_files" and isinstance(config.algorithm, SFT)
+    is_train = key == "data.train_files"
+    is_learnt = is_train and isinstance(config.algorithm, SFT)
+    is_compared = is_train and isinstance(config.algorithm, DPO)
     indices = evenly(len(rows), PROMPTS)
     for index in indices:
         try:
@@ -114,6 +116,8 @@ def check_prompts(key: str, rows: Rows, processor: Processor, config: Config) ->
             if is_learnt and length is not None:
                 processor.answer_ids(row)
                 found.context += processor.num_context_turns(row)
+            if is_compared and length is not None:
+                processor.pair_ids(row)
         except ValueError as error:
             if data.bad_samples == "refuse":
                 raise

@@ -20,7 +20,7 @@ from megavlm.checkpointing.folder import (
     locate_step,
     saved_config,
 )
-from megavlm.config.algorithm import SFT
+from megavlm.config.algorithm import DataTraining
 from megavlm.config.schema import Config
 from megavlm.families import FAMILIES, family, quantization
 from megavlm.models.folder_files import check_files
@@ -50,7 +50,7 @@ def check_model(folder: Path, config: Config) -> Values:
             "take the model in bfloat16"
         )
     check_sizes(config, values, folder)
-    if not isinstance(config.algorithm, SFT):
+    if not isinstance(config.algorithm, DataTraining):
         _check_served(folder, values)
     check_weights(folder)
     if (folder / PEFT_CONFIG).is_file():

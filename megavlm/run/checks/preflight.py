@@ -17,14 +17,14 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from megavlm.algorithms.registry import check as check_algorithm
-from megavlm.config.algorithm import SFT, PolicyOptimization
+from megavlm.config.algorithm import Algorithm, DataTraining, PolicyOptimization
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.config.import_path import IMPORT_PATH
 from megavlm.config.optimizer import Optimizer
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
 from megavlm.config.transports import TRANSPORT_TRAITS, transports_with
-from megavlm.data.rows import Row, Rows, check_media
+from megavlm.data.rows import Row, Rows, check_media, check_pair
 from megavlm.environments.agent import GATEWAY
 from megavlm.environments.processes import make_environments
 from megavlm.environments.registry import built_in_environments, find_environment
@@ -87,7 +87,7 @@ def check(
     check_ports(config.rollout)
     if phase != "evaluate":
         check_handles(config.rollout)
-    check_data(train_files, config, "sft" if isinstance(config.algorithm, SFT) else "rewards")
+    check_data(train_files, config, use_of(config.algorithm))
     check_data(config.data.test_files, config, "rewards" if evaluates(config, phase) else None)
 
 
@@ -98,7 +98,7 @@ async def _check_environment(settings: EnvironmentConfig) -> None:
 def check_partial_rollouts(config: Config) -> None:
     """Raise ValueError if episodes that continue in a later step could start differently there."""
     rollout, name = config.rollout, config.environment.name
-    if rollout.oversample == 1 or isinstance(config.algorithm, SFT):
+    if rollout.oversample == 1 or isinstance(config.algorithm, DataTraining):
         return
     if not find_environment(name).starts_from_row:
         whole = [name for name, found in built_in_environments().items() if found.starts_from_row]
@@ -153,7 +153,12 @@ def evaluates(config: Config, phase: Phase) -> bool:
     return phase == "evaluate" or bool(phase == "train" and during)
 
 
-def check_data(files: Sequence[str], config: Config, use: Literal["sft", "rewards"] | None) -> None:
+def use_of(algorithm: Algorithm) -> str:
+    """Return the use of the training data's rows: sft, dpo or rewards."""
+    return algorithm.name if isinstance(algorithm, DataTraining) else "rewards"
+
+
+def check_data(files: Sequence[str], config: Config, use: str | None) -> None:
     """Check files and columns. In the first SAMPLE rows also check values, placeholders, images
     (except images at URLs), and the columns that their `use` needs.
 
@@ -176,13 +181,15 @@ def check_data(files: Sequence[str], config: Config, use: Literal["sft", "reward
         raise ValueError(f"none of the first {len(errors)} rows can be used: {errors[0]}")
 
 
-def _check_use(row: Row, config: Config, use: Literal["sft", "rewards"] | None) -> None:
+def _check_use(row: Row, config: Config, use: str | None) -> None:
     calls = row.response is not None and row.response.keys.get("tool_calls")
-    if use == "sft" and not row.answer.strip() and not calls:
+    if use in ("sft", "dpo") and not row.answer.strip() and not calls:
         raise ValueError(
-            f"{row.source}: algorithm.name=sft needs an answer to learn, but this row has none: "
+            f"{row.source}: algorithm.name={use} needs an answer to learn, but this row has none: "
             "name its column in data.answer_key, or end the chat with the assistant's message"
         )
+    if use == "dpo":
+        check_pair(row)
     reward, name = config.reward, config.environment.name
     is_own = name == GATEWAY or IMPORT_PATH.fullmatch(name)
     if use != "rewards" or (is_own and not (reward.name or reward.parts)):

@@ -1,5 +1,5 @@
-"""Policy losses against TRL's, value and gradient, where TRL has the same formula. Advantages are
-not among them: TRL computes them in the middle of its rollouts.
+"""Losses against TRL's, value and gradient, where TRL has the same formula. Advantages are not
+among them: TRL computes them in the middle of its rollouts.
 """
 
 import json
@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from megavlm.algorithms.aggregation import token_weights
-from megavlm.config.algorithm import GRPO
+from megavlm.config.algorithm import DPO, GRPO
 from megavlm.data.target_tokens import TargetColumns
 from megavlm.models.common.logprobs import TokenScores
-from megavlm.training.losses import Update, policy_loss
+from megavlm.training.losses import Update, policy_loss, preference_loss
 from tests.support.columns import columns as target_columns
 from tests.support.timeouts import scaled
 
@@ -59,6 +59,22 @@ SAME: dict[str, tuple[dict[str, Any], GRPO]] = {
         GRPO(kl_estimator="unbiased", kl_coefficient=0.1),
     ),
 }
+# Pairs: the first two sequences with the next two. TRL has conservative DPO under the name of the
+# loss of sorted batches, which it is for a pair alone.
+PAIRS: dict[str, tuple[dict[str, Any], DPO]] = {
+    "DPO": ({"beta": 0.3}, DPO(beta=0.3)),
+    "IPO": ({"loss_types": ["ipo"], "beta": 0.2}, DPO(loss_type="ipo", beta=0.2)),
+    "hinge": ({"loss_types": ["hinge"]}, DPO(loss_type="hinge")),
+    "DPO per token": ({"loss_types": ["sigmoid_norm"]}, DPO(loss_type="sigmoid_norm")),
+    "robust DPO": (
+        {"loss_types": ["robust"], "label_smoothing": 0.1},
+        DPO(loss_type="robust", label_smoothing=0.1),
+    ),
+    "conservative DPO": (
+        {"loss_types": ["aot"], "label_smoothing": 0.2, "pairs": 1},
+        DPO(label_smoothing=0.2),
+    ),
+}
 
 
 @dataclass
@@ -92,6 +108,8 @@ def theirs(columns: dict[str, torch.Tensor]) -> dict[str, Any]:
     given = {
         "columns": {name: rows.tolist() for name, rows in columns.items()},
         "settings": {name: settings for name, (settings, _) in SAME.items()},
+        "pairs": {name: columns[name][:4].tolist() for name in ("logprobs", "reference", "mask")},
+        "pair_settings": {name: settings for name, (settings, _) in PAIRS.items()},
     }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(PROGRAM)],
@@ -133,3 +151,42 @@ def test_equals_trl(columns: dict[str, torch.Tensor], theirs: dict[str, Any], na
     gradient = torch.tensor(theirs[name]["gradient"], dtype=torch.float64)
     torch.testing.assert_close(logprobs.grad, gradient[mask], rtol=1e-9, atol=1e-12)
     assert 0 < measures["clipped"] < measures["tokens"], "bounds matter here"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_equal_trl(
+    columns: dict[str, torch.Tensor], theirs: dict[str, Any], name: str
+) -> None:
+    """Values, gradients and metrics."""
+    given, settings = PAIRS[name]
+    pairs = given.get("pairs", 2)
+    rows = torch.tensor([i + 2 * j for j in range(2) for i in range(pairs)])
+    mask = columns["mask"][rows].bool()
+    c = {key: x[rows][mask] for key, x in columns.items()}
+    place = torch.arange(2 * pairs)[:, None].expand(mask.shape)[mask]
+    own = target_columns(
+        int(mask.sum()),
+        loss_weights=torch.full_like(c["logprobs"], 1 / pairs),
+        sequence_ids=place % pairs,
+        reference_logprobs=c["reference"],
+        is_chosen=place < pairs,
+    )
+    pack: Any = Targets(own, int(mask.sum()), pairs)
+    logprobs = c["logprobs"].clone().requires_grad_()
+    loss, measures = preference_loss(settings)(
+        pack, TokenScores(logprobs, torch.empty(0), torch.empty(0))
+    )
+    loss.backward()
+    expected, metrics = theirs[name], theirs[name]["metrics"]
+    assert loss.item() == measures["loss"].item() == pytest.approx(expected["loss"], rel=1e-9)
+    gradient = torch.tensor(expected["gradient"], dtype=torch.float64)
+    assert gradient.abs().max() > 1e-3
+    torch.testing.assert_close(logprobs.grad, gradient[mask], rtol=1e-9, atol=1e-12)
+    assert measures["pairs"] == pytest.approx(pairs)
+    for measure, metric in {
+        "chosen_reward": "rewards/chosen",
+        "rejected_reward": "rewards/rejected",
+        "preferred": "rewards/accuracies",
+    }.items():
+        assert measures[measure] / pairs == pytest.approx(metrics[metric], rel=1e-6)

@@ -1,4 +1,4 @@
-"""A program: TRL's own loss of given log-probs, by its settings, with its gradient, as JSON.
+"""A program: TRL's own losses of given log-probs, by its settings, with their gradients, as JSON.
 
 It runs by itself because TRL imports transformers' trainers, for which a torchvision beside a CPU
 build of torch has to be out of sight.
@@ -13,6 +13,7 @@ from typing import Any
 sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 import torch  # noqa: E402
+from trl.trainer.dpo_trainer import DPOTrainer  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 
 
@@ -70,7 +71,50 @@ def loss(columns: dict[str, list[list[float]]], settings: dict[str, Any]) -> dic
     return {"loss": value.item(), "gradient": logprobs.grad.tolist()}
 
 
+def pair_loss(columns: dict[str, list[list[float]]], settings: dict[str, Any]) -> dict[str, Any]:
+    """The rows are two chosen responses, then the rejected ones; `pairs`: number of pairs used."""
+    used = [i + 2 * j for j in range(2) for i in range(settings.get("pairs", 2))]
+    c = {name: torch.tensor(rows, dtype=torch.float64)[used] for name, rows in columns.items()}
+    logprobs = c["logprobs"].requires_grad_()
+    masked, (chosen, rejected) = logprobs * c["mask"], (c["reference"] * c["mask"]).sum(1).chunk(2)
+    after_prompt = torch.nn.functional.pad(c["mask"], (1, 0))
+    outputs = SimpleNamespace(
+        log_probs=masked, entropy=c["mask"], mean_logits=c["mask"], is_top1=c["mask"].bool()
+    )
+    settings = {"beta": 0.1, "loss_types": ["sigmoid"], "label_smoothing": 0.0} | settings
+    trainer: Any = SimpleNamespace(
+        **settings,
+        loss_weights=[1.0],
+        ld_alpha=None,
+        f_divergence_type="reverse_kl",
+        use_weighting=False,
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        _tp_size=1,
+        _total_train_tokens=0,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(
+            device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x
+        ),
+    )
+    inputs = {
+        "input_ids": after_prompt.long(),
+        "attention_mask": after_prompt,
+        "completion_mask": after_prompt,
+        "ref_chosen_logps": chosen,
+        "ref_rejected_logps": rejected,
+    }
+    value = DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, return_outputs=False)
+    value.backward()
+    assert logprobs.grad is not None
+    metrics = {name: found[-1] for name, found in trainer._metrics["train"].items()}
+    return {"loss": value.item(), "gradient": logprobs.grad.tolist(), "metrics": metrics}
+
+
 if __name__ == "__main__":
     given = json.load(sys.stdin)
     made = {name: loss(given["columns"], settings) for name, settings in given["settings"].items()}
+    for name, settings in given["pair_settings"].items():
+        made[name] = pair_loss(given["pairs"], settings)
     json.dump(made, sys.stdout)

@@ -122,7 +122,7 @@ MISTAKES = {
     "optimizer.clip_low=1": "unknown key optimizer.clip_low: did you mean algorithm.clip_low?",
     "lr=1": "unknown key lr: did you mean optimizer.lr?",
     "algorithm.batch_size=1": "unknown key algorithm.batch_size",  # sft's, and this is grpo
-    "algorithm.name=dpo": "algorithm.name='dpo' is unknown: choose one of grpo, ppo, sft",
+    "algorithm.name=kto": "algorithm.name='kto' is unknown: choose one of grpo, ppo, sft, dpo",
     "optimizer.lr=fast": 'optimizer.lr="fast" has the wrong type: it must be a number',
     f"optimizer.lr=1{'0' * 400}": "has the wrong type: it must be a number",
     f"run.seed=1{'0' * 5000}": "is not YAML: Exceeds the limit",

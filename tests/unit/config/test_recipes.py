@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.config.algorithm import GRPO, SFT
+from megavlm.config.algorithm import GRPO, DataTraining
 from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.environments.curriculum import Curriculum
@@ -53,7 +53,7 @@ def test_gpu_recipes_freeze_the_tower_and_use_eight_gpus(name: str) -> None:
     assert config.model.freeze_tower
     assert isinstance(config.algorithm, GRPO) or not name.startswith("grpo/")
     assert config.model.dtype == "bfloat16"
-    if config.rollout.mode == "managed" and not isinstance(config.algorithm, SFT):
+    if config.rollout.mode == "managed" and not isinstance(config.algorithm, DataTraining):
         ranks = 0 if config.rollout.colocate else config.parallel.num_ranks
         assert not config.rollout.gpus, "those after the trainer's"
         assert ranks + config.rollout.servers * config.rollout.tensor_parallel == 8

@@ -10,6 +10,7 @@ from megavlm.config.schema import Config
 
 BASE = {"run": {"dir": "x"}, "model": {"folder": "m"}}
 SFT = "algorithm.name=sft"
+DPO = ("algorithm.name=dpo", "data.rejected_key=rejected")
 FILES = "data.test_files=[t]"
 
 # Overrides that break one rule, and what its sentence says.
@@ -59,6 +60,29 @@ BROKEN = {
         "algorithm.policy_loss=cispo",
         "algorithm.dual_clip=3",
     ): "algorithm.dual_clip=3.0 bounds a loss, but algorithm.policy_loss=cispo bounds weights",
+    (
+        "algorithm.name=dpo",
+    ): "data.rejected_key=null with algorithm.name=dpo: dpo compares responses",
+    (
+        "data.rejected_key=bad",
+    ): "data.rejected_key=bad with algorithm.name=grpo: dpo compares respon",
+    (*DPO, "algorithm.beta=0"): "algorithm.beta=0.0 is out of range: set it to a number above 0",
+    (*DPO, "algorithm.label_smoothing=0.5"): "set it to a number at least 0 and below 0.5",
+    (
+        *DPO,
+        "algorithm.loss_type=ipo",
+        "algorithm.label_smoothing=0.1",
+    ): "algorithm.label_smoothing=0.1 is for losses of type sigmoid, sigmoid_norm and robust, but",
+    (
+        *DPO,
+        "algorithm.loss_type=robust",
+    ): "algorithm.loss_type=robust with algorithm.label_smoothing=0 is sigmoid: set label_smooth",
+    (
+        *DPO,
+        "algorithm.loss_type=kto",
+    ): "algorithm.loss_type=",
+    (*DPO, "algorithm.epochs=2"): "unknown key algorithm.epochs",
+    (*DPO, "algorithm.batch_size=1", "parallel.data=2"): "batch_size=1 is less than a row for each",
     ("algorithm.policy_loss=gspo",): "set algorithm.loss_aggregation=sequence_mean",
     (
         "algorithm.kl_estimator=k1",

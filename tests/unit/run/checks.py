@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megavlm.config.algorithm import SFT
 from megavlm.config.load import load
 from megavlm.run.checks import model_folder, preflight
 
@@ -27,8 +26,7 @@ def check_model(recipe: Path, *overrides: str) -> None:
 def check_rows(recipe: Path, *overrides: str) -> None:
     """Check the training rows alone, without a process for rewards."""
     config = load(recipe, overrides)
-    use = "sft" if isinstance(config.algorithm, SFT) else "rewards"
-    preflight.check_data(config.data.train_files, config, use)
+    preflight.check_data(config.data.train_files, config, preflight.use_of(config.algorithm))
 
 
 def refused(

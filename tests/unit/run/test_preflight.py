@@ -199,6 +199,9 @@ def test_run_dir(write_recipe: WriteRecipe, tmp_path: Path) -> None:
     assert "because /proc is not writable" in refused(write_recipe(), "run.dir=/proc/run")
 
 
+DPO = ["algorithm.name=dpo", "data.rejected_key=rejected"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -210,6 +213,12 @@ def test_run_dir(write_recipe: WriteRecipe, tmp_path: Path) -> None:
             ["algorithm.name=sft", "data.answer_key=null"],
             "sft needs an answer to learn",
         ),
+        ([*DPO, "data.answer_key=null"], "dpo needs an answer to learn"),
+        (
+            [*DPO, "data.rejected_key=worse"],
+            "dpo needs a response to reject, but this row has none",
+        ),
+        ([*DPO, "data.rejected_key=answer"], "the chosen and the rejected response are the same"),
         (["reward.parts={a: {name: geo3k}}", "data.answer_key=null"], "the row has no answer"),
     ],
 )
