@@ -219,7 +219,7 @@ def _check_staleness(config: Config) -> None:
 
 def _check_overlap(config: Config) -> None:
     rollout = config.rollout
-    if not rollout.overlap:
+    if not rollout.overlap or not isinstance(config.algorithm, PolicyOptimization):
         return
     key = "rollout.overlap=true"
     if rollout.colocate:

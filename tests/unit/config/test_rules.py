@@ -129,6 +129,21 @@ BROKEN = {
         "rollout.router=http://b:1",
         "rollout.suppress_special_tokens=false",
     ): "rollout.router=http://b:1 hides them",
+    (
+        "rollout.overlap=true",
+        "rollout.colocate=true",
+    ): "rollout.overlap=true trains while the servers generate, but rollout.colocate=true",
+    (
+        "rollout.overlap=true",
+        "rollout.oversample=1.5",
+    ): "rollout.oversample=1.5 aborts slow responses, but rollout.overlap=true",
+    (
+        "rollout.overlap=true",
+        "rollout.mode=external",
+        "rollout.urls=[http://a:1]",
+        "rollout.router=http://b:1",
+        "rollout.suppress_special_tokens=false",
+    ): "rollout.overlap=true sends requests to servers that have taken the last push",
     ("algorithm.importance_floor=0.5",): "algorithm.importance_floor=0.5 is a bound of masks",
     ("algorithm.reject_above=0.9",): "algorithm.reject_above=0.9 is out of range",
     (
@@ -329,6 +344,9 @@ KEPT = [
     ("rollout.colocate=true", "rollout.sync=disk", "rollout.oversample=1.5"),
     ("rollout.max_staleness=2", "rollout.pause=retract"),
     (SFT, "rollout.max_staleness=1", "rollout.colocate=true"),
+    (SFT, "rollout.overlap=true", "rollout.colocate=true"),
+    ("rollout.overlap=true", "rollout.max_staleness=1"),
+    ("rollout.overlap=true", "lora.rank=4", "rollout.lora=adapter"),
     ("evaluation.every=1", "evaluation.before=true", FILES),
     ("optimizer.warmup_steps=40", "optimizer.min_lr=1e-6"),
     ("optimizer.clip_grad=0",),

@@ -48,3 +48,8 @@ class Own:
 
     async def step(self, text: str) -> Step:
         return Step(None, 0.25, True)
+
+
+def of_two_numbers(responses: list[str], rows: list[Mapping[str, Any]]) -> list[float]:
+    """Rewards differ where the answer is an odd number."""
+    return [float(number * int(row["answer"]) % 2) for number, row in enumerate(rows)]
