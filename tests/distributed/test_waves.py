@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megavlm.config.algorithm import PPO
 from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.data.processor import Prompt
+from megavlm.inference.errors import RolloutServerError
 from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
 from megavlm.parallel.mesh import Layout, build_mesh
@@ -295,3 +297,98 @@ def test_gradients_are_reduced_once(files: Path, tmp_path: Path, sections: Any) 
     optimizer = {"lr": 1e-3, "warmup_steps": 0, "clip_grad": 0.0} | sections.pop("optimizer", {})
     made = recipe(files, tmp_path, "qwen2_5_vl", ranks, optimizer=optimizer, **sections)
     compare(made, ranks)
+
+
+def events_of_a_step(recipe: Path) -> Any:
+    """Return what the trainer does in its second step, between the waves that it asks for."""
+    trainer = trainer_of(load(recipe, ["rollout.overlap=true"]))
+    trainer.train_step()
+    source, phases, events = trainer.driver.source, trainer.train_state.phases, list[str]()
+    waves = source.waves
+
+    def noted(*args: Any) -> Iterator[Wave]:
+        for number, wave in enumerate(waves(*args)):
+            gradient = max(
+                float(buffer.grad_data.abs().max())
+                for chunk in trainer.train_state.updater.chunks
+                for buffer in chunk.buffers
+            )
+            # Before the first wave they are the last step's.
+            events.append(f"wave {number + 1}" + ", after gradients" * (number > 0 < gradient))
+            yield wave
+
+    source.waves, phases._begun = noted, events.append
+    trainer.train_step()
+    return events
+
+
+def test_the_trainer_has_worked_on_a_wave_before_the_next_one_arrives(
+    files: Path, tmp_path: Path
+) -> None:
+    (events,) = launch(1, events_of_a_step, recipe(files, tmp_path, "qwen2_5_vl", Ranks()))
+    work = ["plan", "vision", "reference", "old logprobs", "advantages", "update"]
+    of_waves = [
+        event
+        for number in range(len(ARRIVAL))
+        for event in (f"wave {number + 1}" + ", after gradients" * (number > 0), *work)
+    ]
+    assert events[: len(of_waves)] == of_waves
+    assert events[len(of_waves) :][:3] == ["advantages", "update", "sync"]
+
+
+class Faulty(Source):
+    """fault: A function of a wave's number and groups, called before the wave arrives."""
+
+    fault: Any = None
+
+    def waves(self, *args: Any) -> Iterator[Wave]:
+        for number, wave in enumerate(super().waves(*args)):
+            self.fault(number, wave.groups)
+            yield wave
+
+
+def after_a_fault(recipe: Path, fault: str) -> Any:
+    """Return the metrics of a step with a fault and of the next, whether the first changed the
+    weights, and the steps that count.
+    """
+    trainer = trainer_of(load(recipe, ["rollout.overlap=true"]))
+    driver, state, records = trainer.driver, trainer.train_state, list[dict[str, float]]()
+    driver.recorder.record_step = lambda step, metrics, *_: records.append(metrics)
+    trainer.train_step()
+
+    def fail(number: int, groups: Sequence[Group]) -> None:
+        if state.step != 1 or number != 2:
+            return
+        if fault == "server":
+            raise RolloutServerError("all servers are lost")
+        for episode in groups[0].episodes:
+            (response,) = episode.responses
+            episode.responses[:] = [
+                replace(response, logprobs=np.full_like(response.logprobs, math.nan))
+            ]
+
+    source = Faulty(trainer.train_state.config, driver)
+    source.fault = fail
+    driver.experience = source
+    before = [p.detach().clone() for p in state.model[0].parameters()]
+    try:
+        trainer.train_step()
+    except RolloutServerError as error:
+        records.append({"error": str(error)})  # type: ignore[dict-item]
+    is_same = all(map(torch.equal, before, state.model[0].parameters()))
+    if fault != "server":
+        trainer.train_step()
+    return records[1:], is_same, state.step
+
+
+def test_an_error_within_a_step_leaves_the_weights(files: Path, tmp_path: Path) -> None:
+    made = recipe(files, tmp_path, "qwen2_5_vl", Ranks())
+    (((error,), is_same, step),) = launch(1, after_a_fault, made, "server")
+    assert error == {"error": "all servers are lost"} and is_same and step == 1
+
+
+def test_one_wave_without_finite_gradients_skips_the_update(files: Path, tmp_path: Path) -> None:
+    made = recipe(files, tmp_path, "qwen2_5_vl", Ranks())
+    (((skipped, following), is_same, step),) = launch(1, after_a_fault, made, "nan")
+    assert skipped["skipped_updates"] == 1 and is_same and step == 3
+    assert following["skipped_updates"] == 0 and 0.01 < following["gradient_norm"] < 1e3
