@@ -30,12 +30,15 @@ def group_tree(group: Group, columns: Sequence[TargetColumns]) -> Tree:
     """
     prompts = group.prompts
     responses = [response for episode in group.episodes for response in episode.responses]
+    # Positions of text, of which those of each response are a part.
+    ends = (p.next_position + len(r.token_ids) for p, r in zip(prompts, responses, strict=True))
+    text = text_positions(max(ends), 0)
     segments = []
     for parent, call, is_response, start, end, images in tree_parts(group):
         prompt = prompts[call]
         if is_response:
             ids = torch.from_numpy(responses[call].token_ids[start:end])
-            positions = text_positions(end - start, prompt.next_position + start)
+            positions = text[:, prompt.next_position + start : prompt.next_position + end]
             is_whole = len(ids) == len(responses[call].token_ids)
             table = columns[call] if is_whole else columns[call].select(slice(start, end))
             segments.append(Segment(ids, positions, parent, True, table))

@@ -9,6 +9,8 @@ from torch import Tensor
 from megavlm.inference.protocol import Response
 from megavlm.rollout.trajectory import Group
 
+_FRESH, _STALE = torch.tensor([False, True]).unbind()
+
 
 def stale_tokens(response: Response, version: int) -> Tensor:
     """Return [L] bool: True for tokens that were sampled by other weights than `version`. The
@@ -16,7 +18,7 @@ def stale_tokens(response: Response, version: int) -> Tensor:
     """
     stale = {span.version != str(version) for span in response.spans}
     if len(stale) <= 1:
-        return torch.tensor(True in stale).expand(len(response.token_ids))
+        return (_STALE if True in stale else _FRESH).expand(len(response.token_ids))
     flags = torch.zeros(len(response.token_ids), dtype=torch.bool)
     for span in response.spans:
         if span.version != str(version):
