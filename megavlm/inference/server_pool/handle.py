@@ -1,11 +1,14 @@
 """Handle of one server of the pool: its address, its keys, and its process if it is managed."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megavlm.inference.server import ManagedServer
-from megavlm.inference.server_pool.nodes import RemoteServer
 from megavlm.inference.server_pool.requirements import Requirements
 from megavlm.inference.server_pool.routing import Address
+
+if TYPE_CHECKING:  # it imports megatron-core, which the producer of rollouts does without
+    from megavlm.inference.server_pool.nodes import RemoteServer
 
 
 @dataclass
@@ -18,7 +21,7 @@ class ServerHandle:
     url: str
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
-    server: ManagedServer | RemoteServer | None = None
+    server: "ManagedServer | RemoteServer | None" = None
     tensor_parallel: int = 1
     device: str = "cpu"
     takes_videos: bool = False
@@ -40,7 +43,7 @@ class ServerHandle:
         return Address(self.url, *keys, is_local=self.is_local, takes_videos=self.takes_videos)
 
     @staticmethod
-    def managed(server: ManagedServer | RemoteServer) -> "ServerHandle":
+    def managed(server: "ManagedServer | RemoteServer") -> "ServerHandle":
         return ServerHandle(
             server.url,
             server.api_key,

@@ -6,6 +6,7 @@ The producer runs in a thread, except where a process is killed.
 
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -356,6 +357,12 @@ def test_errors_of_the_producer_are_raised_by_the_trainer(config: Config, fake: 
         with pytest.raises(RolloutRequestError, match="refused as scripted"):
             producer.take(SIZE, 0, no_refit)
         producer.close()
+
+
+def test_the_process_does_without_megatron_core() -> None:
+    """Its import takes seconds and memory, and must come after the platform's."""
+    code = "import sys, megavlm.rollout.ahead.producer; sys.exit('megatron.core' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.slow
