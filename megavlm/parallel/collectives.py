@@ -3,13 +3,15 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megavlm.parallel import platform
-from megavlm.parallel.mesh import Mesh
+
+if TYPE_CHECKING:  # megatron-core, which processes without a model do not import
+    from megavlm.parallel.mesh import Mesh
 
 T = TypeVar("T")
 Arrays = Mapping[str, torch.Tensor]  # in host memory
@@ -17,7 +19,7 @@ Arrays = Mapping[str, torch.Tensor]  # in host memory
 ALIGNMENT = 16  # arrays start at multiples of this many bytes, which suits every dtype
 
 
-def scatter(parts: Sequence[Arrays] | None, mesh: Mesh) -> Arrays:
+def scatter(parts: Sequence[Arrays] | None, mesh: "Mesh") -> Arrays:
     """Send each data-parallel rank's part to all ranks that share this data rank. Collective.
 
     parts: One part per data rank on the driver, None on other ranks.
@@ -42,7 +44,7 @@ def scatter(parts: Sequence[Arrays] | None, mesh: Mesh) -> Arrays:
     return _unpack(packed)
 
 
-def send_each(parts: Mapping[int, Arrays], mesh: Mesh) -> None:
+def send_each(parts: Mapping[int, Arrays], mesh: "Mesh") -> None:
     """Send parts to some ranks. Called on the driver only; each of these ranks calls
     `receive_from_driver`.
     """
@@ -50,7 +52,7 @@ def send_each(parts: Mapping[int, Arrays], mesh: Mesh) -> None:
         one.wait()
 
 
-def receive_from_driver(mesh: Mesh) -> Arrays:
+def receive_from_driver(mesh: "Mesh") -> Arrays:
     """Receive the part that the driver sends to this rank by `send_each`."""
     return _unpack(_receive(0, mesh.objects))
 
@@ -126,14 +128,14 @@ def _receive(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
     return packed
 
 
-def broadcast_object(value: T | None, mesh: Mesh) -> T:
+def broadcast_object(value: T | None, mesh: "Mesh") -> T:
     """Return the driver's value on every rank. Collective."""
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=0, group=mesh.objects)
     return box[0]
 
 
-def barrier(mesh: Mesh) -> None:
+def barrier(mesh: "Mesh") -> None:
     """Block until all ranks arrive. Collective."""
     dist.barrier(group=mesh.objects)
 
@@ -156,7 +158,7 @@ def summing(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
     return reduce
 
 
-def reduce_measures(reports: Sequence[dict[str, torch.Tensor]], mesh: Mesh) -> dict[str, float]:
+def reduce_measures(reports: Sequence[dict[str, torch.Tensor]], mesh: "Mesh") -> dict[str, float]:
     """Sum measures over packs, data ranks and context ranks. Collective.
 
     Measures whose names start with `largest` are maxima instead. The reports of the last pipeline
@@ -167,7 +169,7 @@ def reduce_measures(reports: Sequence[dict[str, torch.Tensor]], mesh: Mesh) -> d
     )
 
 
-def from_last_stage(value: T | None, mesh: Mesh) -> T:
+def from_last_stage(value: T | None, mesh: "Mesh") -> T:
     """Return on every rank the value that the ranks of the last pipeline stage have. Collective."""
     box: list[Any] = [value]
     if mesh.layout.pipeline > 1:
