@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import numpy as np
-
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.data.processor import Prompt
 from megavlm.inference.protocol import Response
@@ -71,15 +69,6 @@ class Episode:
     @property
     def has_ended(self) -> bool:
         return self.next_prompt is None
-
-    @property
-    def response(self) -> Response:
-        """The sampled tokens of all turns, as one response."""
-        return replace(
-            self.responses[-1],
-            token_ids=np.concatenate([r.token_ids for r in self.responses]),
-            logprobs=np.concatenate([r.logprobs for r in self.responses]),
-        )
 
     @property
     def num_tokens(self) -> int:

@@ -156,7 +156,7 @@ def test_a_tree_has_each_turn_below_the_one_before(
     policy = Policy(processor, "5", "4 4", "3", "2")
     options = {"show": True}
     episodes = play(processor, manager, policy, "vqa_retry", options=options, **TWO_TURNS)
-    lengths = [len(episode.response.token_ids) for episode in episodes]
+    lengths = [episode.num_tokens for episode in episodes]
     places = [columns(length, rewards=torch.arange(float(length))) for length in lengths]
     group = Group(processor.prompt(ROW), episodes=episodes)
     tree = group_tree(group, of_calls(group, places))

@@ -49,7 +49,7 @@ def tree_of(*episodes: list[Call]) -> Tree:
     group = Group(episodes[0][0][0], episodes=[episode(*calls) for calls in episodes])
     count, parts = 0, []
     for number, played in enumerate(group.episodes):
-        size = len(played.response.token_ids)
+        size = played.num_tokens
         rewards = torch.arange(float(count), float(count + size))
         parts.append(columns(size, rewards=rewards, sequence_ids=torch.full((size,), number)))
         count += size

@@ -118,7 +118,8 @@ def test_three_turns_with_thoughts_calls_and_images(
     group = Group(episode.prompts[0], episodes=[episode])
     tree = group_tree(group, of_calls(group, [columns(episode.num_tokens)]))
     trained = [segment.token_ids for segment in tree.segments if segment.is_target]
-    assert torch.cat(trained).tolist() == list(episode.response.token_ids)
+    said_ids = [token for r in episode.responses for token in r.token_ids.tolist()]
+    assert torch.cat(trained).tolist() == said_ids
     # Prompts only grow, and their text is the one of the template.
     for before, after, response in zip(
         episode.prompts, episode.prompts[1:], episode.responses, strict=False

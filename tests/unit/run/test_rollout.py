@@ -77,8 +77,8 @@ def test_rollouts_without_a_trainer_are_those_that_a_replay_reads(
         trained += [group.prompt.row.index for group in groups]
         episodes = [episode for group in groups for episode in group.episodes]
         assert len(groups) == PROMPTS and len(episodes) == PROMPTS * RESPONSES
-        assert {span.version for e in episodes for span in e.response.spans} == {"0"}
-        assert all(e.response.logprobs.tolist() == [-0.5, -1.5] for e in episodes)
+        assert {span.version for e in episodes for span in e.responses[0].spans} == {"0"}
+        assert all(e.responses[0].logprobs.tolist() == [-0.5, -1.5] for e in episodes)
     assert len(set(trained)) == STEPS * PROMPTS, "one prompt after another"
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     assert [record["step"] for record in metrics] == [1, 2]
