@@ -163,6 +163,8 @@ def _check_oversample(config: Config) -> None:
     rollout, algorithm = config.rollout, config.algorithm
     if rollout.oversample == 1 or not isinstance(algorithm, PolicyOptimization):
         return
+    if rollout.max_staleness:  # nothing is aborted for want of time
+        return
     if rollout.router is not None:
         raise ValueError(
             f"rollout.oversample={rollout.oversample} aborts requests at servers, but "
@@ -199,10 +201,10 @@ def _check_staleness(config: Config) -> None:
             "algorithm.importance=none does not correct: set algorithm.importance=token with "
             "algorithm.old_logprobs=trainer, or rollout.max_staleness=0"
         )
-    if rollout.oversample != 1:
+    if rollout.oversample > rollout.max_staleness + 1:
         raise ValueError(
-            f"rollout.oversample={rollout.oversample} aborts slow responses, but {key} waits for "
-            "none of them while it trains: set rollout.oversample=1.0 or rollout.max_staleness=0"
+            f"rollout.oversample={rollout.oversample} starts the prompts of more steps than {key} "
+            f"allows, which are {rollout.max_staleness + 1}: lower the one or raise the other"
         )
     if rollout.router is not None:
         raise ValueError(

@@ -101,7 +101,9 @@ class Rollout(Section):
     oversample: float = bounded(1.0, least=1)
     """Number of prompts that are started per prompt of a step. When enough groups are complete, the
     others are aborted and finished in later steps (partial rollouts), so that a step does not wait
-    for its slowest responses. 1 turns it off."""
+    for its slowest responses. 1 turns it off. With `rollout.max_staleness` nothing is aborted:
+    prompts of this many steps, at most max_staleness + 1, are started and not yet trained on, and
+    a step waits only for those that would be too old in the next one."""
 
     max_staleness: int = bounded(0, least=0, most=16)
     """Maximum staleness of rollouts in steps. With 0, trainer and servers take turns, and a step
@@ -183,6 +185,11 @@ class Rollout(Section):
     """Further options of sglang.launch_server by their long names, for example
     {mem_fraction_static: 0.8}. With `rollout.mode=external` they apply to servers that a Slurm job
     or `megavlm plan --servers` starts; servers that already run keep their own options."""
+
+    @property
+    def steps_started(self) -> float:
+        """Number of steps whose prompts are started and not yet trained on, at most."""
+        return self.oversample if self.oversample > 1 else self.max_staleness + 1.0
 
     def check(self) -> None:
         if self.mode == "external":

@@ -192,7 +192,7 @@ def _graph_args(config: Config, num_nodes: int) -> dict[str, int]:
     if not isinstance(algorithm, PolicyOptimization):
         return {}
     servers = len(rollout.urls) or rollout.servers * num_nodes
-    prompts = math.ceil(algorithm.prompts_per_step * rollout.oversample / servers)
+    prompts = math.ceil(algorithm.prompts_per_step * rollout.steps_started / servers)
     requests = min(prompts, rollout.concurrency) * algorithm.responses_per_prompt
     return {"cuda_graph_max_bs_decode": min(requests, MAX_GRAPH_REQUESTS)}
 

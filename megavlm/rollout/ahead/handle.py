@@ -2,6 +2,7 @@
 servers, allows prompts, and takes groups.
 """
 
+import math
 import os
 import queue
 import signal
@@ -59,7 +60,7 @@ class AheadSource:
         """
         algorithm, rollout = config.algorithm, config.rollout
         assert isinstance(algorithm, PolicyOptimization)
-        self._algorithm, self._staleness = algorithm, rollout.max_staleness
+        self._algorithm, self._steps_started = algorithm, rollout.steps_started
         self._pool, self._curriculum, self._phases = connection.server_pool, curriculum, phases
         self._version: int | None = None
         self.measures: dict[str, float] = {}
@@ -77,8 +78,9 @@ class AheadSource:
         self._stack.enter_context(self._pool.in_use(lambda: self._outgoing.put(None)))
 
     def take(self, count: int, version: int, refit: Refit | None) -> list[Group]:
-        """Return the next groups, in the order in which their prompts were drawn. Also raises
-        RolloutServerError if the producer died.
+        """Return the next groups, in the order in which their prompts were drawn or, with
+        rollout.oversample, of the oldest weights first. Also raises RolloutServerError if the
+        producer died.
         """
         self.measures = {}
 
@@ -125,9 +127,9 @@ class AheadSource:
     def _allow(self, count: int, version: int) -> None:
         """Let the producer start `count` prompts, or those of a new version."""
         if version != self._version:
-            # The first call allows all prompts that may run ahead, each new version one step more.
-            steps = self._staleness + 1 if self._version is None else 1
-            count, self._version = steps * self._algorithm.prompts_per_step, version
+            # The first call allows all prompts that may be started, each new version one step more.
+            steps = self._steps_started if self._version is None else 1
+            count, self._version = math.ceil(steps * self._algorithm.prompts_per_step), version
             self._outgoing.put(None)
             self._outgoing.put(("advance", version, self._curriculum.stage(version)))
         self._outgoing.put(("allow", count))

@@ -10,6 +10,10 @@ and does not leave it out, so there is no bias towards short responses, and no g
 max_staleness steps. A group
 that is older anyway, for example after a resume with a lower max_staleness, is dropped and counted.
 So is a group whose request times out (rollout.timed_out).
+
+With rollout.oversample above 1, groups that are played are handed over before slower ones that were
+drawn earlier (partial rollouts). Fewer prompts are started then, so that a slow group has several
+steps until it is max_staleness steps old; the producer waits for it only then.
 """
 
 import asyncio
@@ -35,6 +39,7 @@ from megavlm.parallel import platform
 from megavlm.process import allow_open_files, leave, leave_to_parent
 from megavlm.rewards.base import RewardStop
 from megavlm.rollout.ahead.group_arrays import send_groups
+from megavlm.rollout.ahead.in_time import Deadlines
 from megavlm.rollout.ahead.mirror import Report, ServerMirror
 from megavlm.rollout.backlog import TimedOutGroups, group_state, restored_group
 from megavlm.rollout.sampler import Sampler, at_version
@@ -56,9 +61,12 @@ class ProducerSetup:
 
 @dataclass(eq=False)
 class StartedPrompt:
-    """A prompt that was started, until the trainer takes its group."""
+    """A prompt that was started, until the trainer takes its group. version: Oldest weight version
+    of its tokens.
+    """
 
     group: Group
+    version: int
     generated: list[list[Response]] | None = None  # responses of its whole batch of prompts
     place: int = 0  # its index in `generated`
 
@@ -77,6 +85,9 @@ class Producer:
         assert isinstance(algorithm, PolicyOptimization)
         self._n = algorithm.responses_per_prompt
         self._staleness = config.rollout.max_staleness
+        self._deadlines: Deadlines | None = None  # of partial rollouts
+        if config.rollout.oversample > 1:
+            self._deadlines = Deadlines(self._staleness, algorithm.prompts_per_step)
         self._servers = ServerMirror(self._report)
         self._client = RolloutClient(
             self._servers, setup.limits, beat=lambda: connection.send(("beat",))
@@ -166,7 +177,10 @@ class Producer:
         """Start `count` more prompts; waiting ones come first."""
         waiting, self._waiting = self._waiting[:count], self._waiting[count:]
         fresh = map(Group, self._stream.take(count - len(waiting)))
-        started = [StartedPrompt(group) for group in (*waiting, *fresh)]
+        started = [
+            StartedPrompt(group, min([self._version, *_versions(group.responses)]))
+            for group in (*waiting, *fresh)
+        ]
         self._started += started
         task = asyncio.get_running_loop().create_task(self._play(started))
         self._tasks.add(task)
@@ -178,7 +192,7 @@ class Producer:
             self._fail(error)
 
     async def _play(self, started: Sequence[StartedPrompt]) -> None:
-        """Play the episodes of all prompts. Each group is handed over when it is the oldest."""
+        """Play the episodes of all prompts, and hand over their groups."""
         await asyncio.gather(*map(self._start, started))
 
         async def follow(place: int, responses: Sequence[Response], ask: Ask) -> None:
@@ -232,7 +246,7 @@ class Producer:
         if self._wanted is None:
             return
         self._replace_lost()
-        needed = list(self._started)[: self._wanted]
+        needed = self._next_prompts(self._wanted)
         played = {i: item for i, item in enumerate(needed) if item.group.is_played}
         groups = [item.group for item in played.values()]
         counts: dict[str, float] = {}
@@ -250,6 +264,18 @@ class Producer:
         self._dropped, self._idle = 0, 0.0
         self._connection.send(("groups", list(played), counts, self._stream.measures))
         send_groups(self._connection, groups, self._setup.parent)
+
+    def _next_prompts(self, wanted: int) -> list[StartedPrompt]:
+        """Return the prompts whose groups the trainer gets next: the first in their order, played
+        or not, or those that `Deadlines` chooses.
+        """
+        started = list(self._started)
+        if self._deadlines is None:
+            return started[:wanted]
+        versions = [item.version for item in started]
+        played = [item.group.is_played for item in started]
+        chosen = self._deadlines.choose(versions, played, wanted, self._version)
+        return [started[number] for number in chosen]
 
     def _replace_lost(self) -> None:
         """Drop groups that timed out or are too old. Another prompt takes the place of each, so
@@ -280,6 +306,10 @@ class Producer:
             restored_group(values, lambda index: sampler.processor.prompt(sampler.rows[index]))
             for values in state["backlog"]
         ]
+
+
+def _versions(responses: Sequence[Response]) -> list[int]:
+    return [int(span.version) for response in responses for span in response.spans]
 
 
 def serve(connection: Connection, setup: ProducerSetup) -> bool:

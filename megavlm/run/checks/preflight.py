@@ -96,9 +96,12 @@ async def _check_environment(settings: EnvironmentConfig) -> None:
 
 
 def check_partial_rollouts(config: Config) -> None:
-    """Raise ValueError if episodes that continue in a later step could start differently there."""
+    """Raise ValueError if episodes that continue in a later step could start differently there. A
+    producer that works ahead plays them on, and starts none again.
+    """
     rollout, name = config.rollout, config.environment.name
-    if rollout.oversample == 1 or isinstance(config.algorithm, DataTraining):
+    is_in_step = rollout.max_staleness == 0
+    if rollout.oversample == 1 or not is_in_step or isinstance(config.algorithm, DataTraining):
         return
     if not find_environment(name).starts_from_row:
         whole = [name for name, found in built_in_environments().items() if found.starts_from_row]

@@ -115,8 +115,8 @@ BROKEN = {
     ): "for which algorithm.importance=none does not correct",
     (
         "rollout.max_staleness=1",
-        "rollout.oversample=1.5",
-    ): "rollout.oversample=1.5 aborts slow responses, but rollout.max_staleness=1",
+        "rollout.oversample=2.5",
+    ): "rollout.oversample=2.5 starts the prompts of more steps than rollout.max_st",
     (
         "rollout.max_staleness=1",
         "lora.rank=4",

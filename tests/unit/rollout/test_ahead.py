@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection as Pipe
@@ -137,7 +138,7 @@ def test_a_step_ahead_and_no_further(config: Config, fake: Any) -> None:
                 seen += rows_of(groups)
                 wait_for(lambda most=SIZE * (version + 2): num_asked(fake) == most)
                 assert producer.measures["dropped_groups"] == 0
-                sampled = {int(e.response.weight_version) for g in groups for e in g.episodes}
+                sampled = {int(e.responses[0].weight_version) for g in groups for e in g.episodes}
                 assert sampled == {max(version - 1, 0)}, "a step's weights are a step old"
                 push(pool, version + 1, (fake,))
             assert num_asked(fake) == SIZE * 4, "no prompt starts until the next step takes groups"
@@ -162,9 +163,9 @@ def test_groups_arrive_as_they_were(config: Config, fake: Any) -> None:
     assert image.key == own.key and image.content.equal(own.pixels)
     assert image.patches().equal(own.patches())
     ids = prompt.short_ids  # of which the fake's answers tell
-    said = [episode.response.token_ids.tolist() for episode in group.episodes]
+    said = [episode.responses[0].token_ids.tolist() for episode in group.episodes]
     assert said == [[ids[0], len(ids) - PROMPT_IDS]] * N
-    assert group.episodes[0].response.logprobs.tolist() == [-0.5, -1.5]
+    assert group.episodes[0].responses[0].logprobs.tolist() == [-0.5, -1.5]
     assert torch.tensor([s.reward for s in group.scores]).isfinite().all()
 
 
@@ -201,7 +202,7 @@ def test_a_response_that_a_push_aborts_is_continued_and_waited_for(
             producer.close()
     ((group, _),) = taken
     assert group.prompt.row.index == first
-    versions = [[span.version for span in e.response.spans] for e in group.episodes]
+    versions = [[span.version for span in e.responses[0].spans] for e in group.episodes]
     assert versions == [["0", "1"]] * N
 
 
@@ -261,6 +262,85 @@ def test_groups_that_are_too_old_are_dropped_and_counted(config: Config, fake: A
         producer.close()
     assert producer.measures["dropped_groups"] == SIZE
     assert rows_of(groups) == order(config, 3 * SIZE)[2 * SIZE :]
+
+
+def partial(config: Config, fake: Any, slow: int) -> tuple[Config, threading.Event]:
+    """Return a configuration of partial rollouts, and an event until which the fake does not answer
+    the request of row `slow`.
+    """
+    rollout = replace(config.rollout, max_staleness=2, oversample=2.0)
+    config, answered, answer = replace(config, rollout=rollout), threading.Event(), fake.answer
+    processor = Processor(config.model.folder, config.data, family_of(config.model.folder))
+    ids = processor.prompt(Rows(config.data.train_files, config.data)[slow]).short_ids
+
+    def answer_others(path: str, body: Any) -> Any:
+        if path == "/generate" and tuple(body["input_ids"][0]) == ids:
+            answered.wait(scaled(180))
+        return answer(path, body)
+
+    fake.answer = answer_others
+    return config, answered
+
+
+def num_answered(producer: AheadSource) -> int:
+    return sum(bool(item["responses"]) for item in producer.state_dict()["backlog"])
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_a_slow_group_is_overtaken_until_it_would_be_too_old(config: Config, fake: Any) -> None:
+    slow, *others = order(config, 4 * SIZE)
+    config, answered = partial(config, fake, slow)
+    with external(fake) as pool:
+        push(pool, 0, (fake,))
+        producer = started(config, pool)
+        taken = rows_of(producer.take(SIZE, 0, no_refit))
+        assert num_asked(fake) == 2 * SIZE, "the prompts of two steps, not of three"
+        push(pool, 1, (fake,))
+        taken += rows_of(producer.take(SIZE, 1, no_refit))
+        assert slow not in taken
+        push(pool, 2, (fake,))
+        last: list[int] = []
+        thread = threading.Thread(target=lambda: last.extend(take_rows(producer, 2)))
+        thread.start()
+        wait_for(lambda: num_asked(fake) == 4 * SIZE)
+        time.sleep(0.2)
+        assert not last, "it would be three steps old in the next one"
+        answered.set()
+        thread.join()
+        producer.close()
+    assert last[0] == slow and not set(last) & set(taken)
+    assert {*taken, *last} < {slow, *others}
+
+
+def take_rows(producer: AheadSource, version: int) -> list[int]:
+    return rows_of(producer.take(SIZE, version, no_refit))
+
+
+@pytest.mark.usefixtures("in_thread")
+def test_a_run_that_is_killed_with_slow_groups_trains_on_every_prompt_once(
+    config: Config, fake: Any
+) -> None:
+    slow, *_ = rows = order(config, 5 * SIZE)
+    config, answered = partial(config, fake, slow)
+    with external(fake) as pool:
+        push(pool, 0, (fake,))
+        producer = started(config, pool)
+        trained = take_rows(producer, 0)
+        wait_for(lambda: num_answered(producer) == SIZE - 1)
+        state = producer.state_dict()
+        producer.close()  # killed
+        answered.set()
+        push(pool, 1, (fake,))
+        producer = started(config, pool, state)
+        for version in range(1, 4):
+            trained += take_rows(producer, version)
+            push(pool, version + 1, (fake,))
+        assert producer.measures["dropped_groups"] == 0
+        producer.close()
+    kept = [item["row"] for item in state["backlog"]]
+    assert kept == [row for row in rows[: 2 * SIZE] if row not in trained[:SIZE]]
+    assert len(set(trained)) == len(trained) == 4 * SIZE
+    assert {*rows[: 2 * SIZE]} <= {*trained} <= {*rows}
 
 
 @pytest.mark.parametrize("handling", ["drop", "requeue"])
@@ -344,7 +424,7 @@ def test_a_server_with_other_weights_gets_no_requests_until_a_push(
         producer = started(config, pool)
         groups = producer.take(SIZE, 7, lambda: [push(pool, 7, (fake,))].clear())
         producer.close()
-    versions = {e.response.weight_version for g in groups for e in g.episodes}
+    versions = {e.responses[0].weight_version for g in groups for e in g.episodes}
     assert versions == {"7"}
 
 

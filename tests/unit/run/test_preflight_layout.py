@@ -45,6 +45,8 @@ def test_partial_rollouts_start_from_the_row(write_recipe: WriteRecipe, name: st
     assert f"environment.name={name} may start differently: set environment.name to one of" in (
         refused(write_recipe(), *overrides, f"environment.name={name}", files=False)
     )
+    ahead = ["rollout.max_staleness=1", "algorithm.importance=token"]  # plays episodes on
+    check(write_recipe(), *overrides, *ahead, "environment.name=vqa_retry", files=False)
 
 
 def test_a_policy_loss_and_an_estimator_are_found_before_anything_starts(
