@@ -89,6 +89,11 @@ class PolicyOptimization(Section):
     skipped for the first update of a step; `rollout` uses the log-probs that the servers returned
     and saves the pass."""
 
+    routing_replay: bool = False
+    """Send each token to the experts that the rollout server chose for it, in all passes of the
+    policy (R3, arXiv 2510.11370). Only for mixtures of experts. Rounding in the two engines makes
+    their routers choose different experts for some tokens, whose log-probs then differ widely."""
+
     importance: Literal["none", "token", "sequence"] = "token"
     """Importance weights p_trainer / p_rollout of the loss. They correct for the gap between
     training and rollout engine, for each token or for each sequence (the product over its tokens).
@@ -370,4 +375,11 @@ class DPO(DataTraining):
 
 
 Algorithm = GRPO | PPO | SFT | DPO
+
+
+def replays_routing(algorithm: Algorithm) -> bool:
+    """Return True if the trainer's routers replay the experts that the servers have chosen."""
+    return isinstance(algorithm, PolicyOptimization) and algorithm.routing_replay
+
+
 ALGORITHMS: dict[str, type[Algorithm]] = {"grpo": GRPO, "ppo": PPO, "sft": SFT, "dpo": DPO}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from typing import Any
 
-from megavlm.config.algorithm import DPO, DataTraining, PolicyOptimization
+from megavlm.config.algorithm import DPO, DataTraining, PolicyOptimization, replays_routing
 from megavlm.config.checkpoint import nearest_metrics
 from megavlm.config.evaluation import EVALUATION, MEASURES
 from megavlm.config.lora import SERVED_TARGETS
@@ -45,6 +45,7 @@ def check(config: Config) -> None:
     _check_staleness(config)
     _check_overlap(config)
     _check_replay(config)
+    _check_routing_replay(config)
     _check_adapters(config)
     _check_warmup(config)
     _check_optimizer(config)
@@ -254,6 +255,16 @@ def _check_replay(config: Config) -> None:
                 f"{key} is about rollouts, but algorithm.name={config.algorithm.name} trains on "
                 "answers of the data: remove it"
             )
+
+
+def _check_routing_replay(config: Config) -> None:
+    router = config.rollout.router
+    if replays_routing(config.algorithm) and router is not None:
+        raise ValueError(
+            "algorithm.routing_replay=true asks servers for the experts of tokens, but "
+            f"rollout.router={router} passes on only the keys that it knows: set the first to "
+            "false or the second to null"
+        )
 
 
 def _check_adapters(config: Config) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megavlm.data.context_parallel import SegmentRun, run_tokens, split_segments
 from megavlm.data.positions import text_positions
+from megavlm.data.routes import Routes
 from megavlm.data.target_tokens import TargetColumns, concatenate
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Segment:
     is_target: bool  # whether it is trained on, as a response is
     columns: TargetColumns | None = None  # [S], for responses that a policy sampled
     images: tuple[str, ...] = ()  # keys of the images that its tokens stand for, in order
+    routes: Tensor | None = None  # [R, layers, top-k], of its first R tokens; see data/routes.py
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +132,7 @@ class Pack:
     images: tuple[str, ...]  # keys of the images whose features are the M rows, in order
 
     context_size: int = 1
+    routes: Routes | None = None  # [t]; None if the routers choose for all tokens
 
     @property
     def num_tokens(self) -> int:
@@ -175,7 +178,12 @@ class Pack:
             vision_index=vision_index,
             vision_runs=_runs(vision_index),
             feature_index=feature_index,
+            routes=None if self.routes is None else self.routes.select(token_index),
         )
+
+    def without_routes(self) -> "Pack":
+        """Return the pack for a model whose routers choose the experts."""
+        return replace(self, routes=None)
 
     def to(self, device: torch.device | str) -> "Pack":
         """Return the pack with its tensors on `device`. Split a pack before it is moved."""
@@ -183,7 +191,8 @@ class Pack:
             name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)
         }
         columns = None if self.columns is None else self.columns.to(device)
-        return replace(self, columns=columns, **moved)
+        routes = None if self.routes is None else self.routes.to(device)
+        return replace(self, columns=columns, routes=routes, **moved)
 
 
 def prompt_tree(
@@ -334,6 +343,7 @@ def make_pack(
         feature_index=torch.arange(len(vision_index)),
         images=tuple(key for tree in trees for key in tree.images),
         context_size=context_size,
+        routes=_routes(segments, segment_bounds),
     )
 
 
@@ -373,6 +383,23 @@ def _ancestors(parents: list[int]) -> Tensor:
         if parent >= 0:
             ancestors[index] |= ancestors[parent]
     return ancestors
+
+
+def _routes(segments: list[Segment], bounds: Sequence[int]) -> Routes | None:
+    known = [
+        (start, s.routes)
+        for start, s in zip(bounds, segments, strict=False)
+        if s.routes is not None
+    ]
+    if not known:
+        return None
+    (_, first), num_tokens = known[0], bounds[-1]
+    experts = first.new_zeros(num_tokens, *first.shape[1:])
+    is_known = torch.zeros(num_tokens, dtype=torch.bool)
+    for start, routes in known:
+        experts[start : start + len(routes)] = routes
+        is_known[start : start + len(routes)] = True
+    return Routes(experts, is_known)
 
 
 def _columns(targets: list[Segment]) -> TargetColumns | None:

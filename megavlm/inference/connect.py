@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megavlm.config.algorithm import replays_routing
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
 from megavlm.inference.client import RolloutClient
@@ -146,6 +147,7 @@ def server_handles(
     required = Requirements(
         fresh_images=needs_refit and config.trains_tower,
         sync=rollout.sync if needs_refit else None,
+        routes=needs_refit and replays_routing(config.algorithm),
     )
     return [ServerHandle(url.rstrip("/"), *keys, required=required) for url in rollout.urls]
 

@@ -39,10 +39,13 @@ ResponseTask = asyncio.Task[list[list[Response]]]
 
 class Ask(Protocol):
     """Function that returns one response to another prompt. most: Limit of its tokens, if it is
-    below the sampling's. A cancelled call leaves its request without a use.
+    below the sampling's. first_routed: The first token of the prompt whose routes are not known. A
+    cancelled call leaves its request without a use.
     """
 
-    def __call__(self, prompt: "Prompt", most: int | None = None) -> Awaitable[Response]: ...
+    def __call__(
+        self, prompt: "Prompt", most: int | None = None, first_routed: int = 0
+    ) -> Awaitable[Response]: ...
 
 
 # Called with a prompt's index and its responses as soon as these are complete, or with no responses
@@ -97,7 +100,8 @@ class GenerationBatch:
     _timed_out: set[int] = field(init=False, default_factory=set)  # places
     _followers: dict[int, asyncio.Task[None]] = field(init=False, default_factory=dict)
     _asked: dict[int, asyncio.Future[Response]] = field(init=False, default_factory=dict)
-    _most: dict[int, int | None] = field(init=False, default_factory=dict)  # limits of tokens
+    # Limit of tokens and first token with routes, by place
+    _limits: dict[int, tuple[int | None, int]] = field(init=False, default_factory=dict)
     _changed: asyncio.Event = field(init=False)
     _waiting: deque[Request] = field(init=False)
     _running: dict[ResponseTask, tuple[Request, Address]] = field(init=False)
@@ -167,14 +171,14 @@ class GenerationBatch:
 
     def _next_turn(self, place: int) -> Request:
         prompt, begun = self.prompts[place], tuple(self.groups[place])
-        return Request(
-            [place], [prompt], 1, begun, self.limits.slots(prompt), self._most.get(place)
-        )
+        return Request([place], [prompt], 1, begun, self.limits.slots(prompt), *self._limits[place])
 
-    async def _ask(self, prompt: "Prompt", most: int | None = None) -> Response:
+    async def _ask(
+        self, prompt: "Prompt", most: int | None = None, first_routed: int = 0
+    ) -> Response:
         """Return one response to the prompt of a later turn."""
         place = len(self.prompts)
-        self._most[place] = most
+        self._limits[place] = most, first_routed
         self.prompts.append(prompt)
         self.groups.append([])
         answer = self._asked[place] = asyncio.get_running_loop().create_future()
@@ -330,7 +334,8 @@ class GenerationBatch:
             if not is_complete(self.groups[place]):
                 begun = tuple(self.groups[place])
                 slots = self.limits.slots(prompt)
-                rest = Request([place], [prompt], request.n, begun, slots, request.most)
+                further = request.most, request.first_routed
+                rest = Request([place], [prompt], request.n, begun, slots, *further)
                 if self.accepts is None:
                     self._retry(rest, address, "it was aborted")
                 else:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import orjson
 
 from megavlm.inference.errors import RolloutRequestError
+from megavlm.inference.routes import RouteShape
 from megavlm.numbers import LARGEST
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ ADAPTER_PREFIX = "megavlm-"
 # Exceptions of parsing an answer of another form. OverflowError: JSON's 1e999 is read as infinity,
 # and int() of it overflows.
 MALFORMED = (KeyError, TypeError, ValueError, OverflowError)
+Array = npt.NDArray[Any]
 Body = bytes | memoryview  # a part of a request's body
 MEDIA = "megavlm:"  # begin of a video's text in a request, see server_support/megavlm_videos.py
 
@@ -52,7 +54,8 @@ class Sampling:
     stop_ids: Tokens at which servers end a response, from the model folder. adapter: Name of the
     LoRA adapter to use; None uses the base weights alone. vocab_size: Vocabulary size of the model;
     a response with a larger token id is malformed. cache_key: Servers reuse prefixes only among
-    requests with the same key; None shares them with all requests without a key.
+    requests with the same key; None shares them with all requests without a key. routes: Sizes of
+    the routes that servers return with the tokens; None asks for none.
     """
 
     temperature: float
@@ -63,6 +66,7 @@ class Sampling:
     adapter: str | None = None
     vocab_size: int = 2**31
     cache_key: str | None = None
+    routes: RouteShape | None = None
 
 
 def adapter_name(version: int | str) -> str:
@@ -86,7 +90,9 @@ class Response:
     logprobs: Natural log-prob of each token at the sampling temperature (1 if greedy), before
     top-p, under the weights that sampled it. finish: "stop", "length", or "abort" if the response
     can be continued. weight_version: Version of the weights that finished it. spans: Weight
-    versions of all tokens, in order.
+    versions of all tokens, in order. routes: The experts of each of the R tokens before the last
+    one, counted from the prompt's; as computed for the tokens after them, by the weights that
+    sampled these. None if none were returned.
     """
 
     token_ids: npt.NDArray[np.int32]  # [T]
@@ -94,6 +100,7 @@ class Response:
     finish: str
     weight_version: str
     spans: tuple[VersionSpan, ...] = ()
+    routes: npt.NDArray[Any] | None = None  # [R, layers, top-k] uint8 or int16
 
     @property
     def is_complete(self) -> bool:
@@ -115,7 +122,23 @@ class Response:
             rest.finish,
             rest.weight_version,
             tuple(spans),
+            self._routes_then(rest),
         )
+
+    def _routes_then(self, rest: "Response") -> Array | None:
+        if not len(rest.token_ids):
+            return self.routes
+        if self.routes is None or rest.routes is None:
+            return rest.routes
+        return np.concatenate([self.routes, rest.routes])
+
+    def first_unrouted(self, num_prompt_tokens: int) -> int:
+        """Return the number of tokens, the prompt's included, before those whose routes are not
+        known yet.
+        """
+        if self.routes is None:
+            return 0
+        return num_prompt_tokens + max(len(self.token_ids) - 1, 0)
 
 
 def is_complete(responses: Sequence[Response]) -> bool:
@@ -135,15 +158,21 @@ IN_BODY = Encoder(_data_url, _base64)
 
 
 def generate_body(
-    prompts: Sequence["Prompt"], n: int, sampling: Sampling, encoder: Encoder = IN_BODY
+    prompts: Sequence["Prompt"],
+    n: int,
+    sampling: Sampling,
+    encoder: Encoder = IN_BODY,
+    first_routed: int = 0,
 ) -> list[Body]:
-    """Return the JSON body of a /generate request for n responses to each prompt, in parts."""
+    """Return the JSON body of a /generate request for n responses to each prompt, in parts.
+    first_routed: The first token whose routes are returned, if any are.
+    """
     body: dict[str, Any] = {
         "input_ids": [list(prompt.request_ids) for prompt in prompts],
         "sampling_params": {"n": n, **_parameters(sampling, sampling.max_new_tokens)},
         "return_logprob": True,
     }
-    body |= _names(sampling)
+    body |= _names(sampling) | _route_request(sampling, first_routed)
     media: dict[str, list[Body]] = {}
     if any(prompt.images and not prompt.has_videos for prompt in prompts):
         media["image_data"] = _listed([_listed(_texts(prompt, encoder)) for prompt in prompts])
@@ -167,7 +196,7 @@ def continue_body(
         ],
         "return_logprob": True,
     }
-    body |= _names(sampling)
+    body |= _names(sampling) | _route_request(sampling, _first_unrouted(prompt, begun))
     if prompt.has_videos:
         return _with_media(body, {"video_data": _media(prompt, encoder)[0]})
     if not prompt.images:
@@ -180,6 +209,16 @@ def continue_body(
 def _names(sampling: Sampling) -> dict[str, str]:
     names = {"lora_path": sampling.adapter, "extra_key": sampling.cache_key}
     return {key: name for key, name in names.items() if name is not None}
+
+
+def _route_request(sampling: Sampling, first: int) -> dict[str, Any]:
+    if sampling.routes is None:
+        return {}
+    return {"return_routed_experts": True, "routed_experts_start_len": first}
+
+
+def _first_unrouted(prompt: "Prompt", begun: Sequence[Response]) -> int:
+    return min(response.first_unrouted(len(prompt.token_ids)) for response in begun)
 
 
 def _parameters(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
@@ -267,9 +306,14 @@ def _cache_key(image: "ProcessedImage") -> int:
 
 
 def parse_generate(
-    answer: Any, prompts: Sequence["Prompt"], n: int, sampling: Sampling
+    answer: Any,
+    prompts: Sequence["Prompt"],
+    n: int,
+    sampling: Sampling,
+    first_routed: int = 0,
 ) -> list[list[Response]]:
-    """Return the n responses of each prompt, in the order of the request.
+    """Return the n responses of each prompt, in the order of the request. Of a prompt's routes, the
+    first response has all, and the others have only its last token's.
 
     Raises one of MALFORMED if the answer does not have SGLang's form, and RolloutRequestError if
     the server counts a different number of prompt tokens than the trainer. Their image processing
@@ -278,8 +322,14 @@ def parse_generate(
     items = _items(answer, len(prompts) * n)
     return [
         [
-            _response(item["meta_info"], prompt, 0, sampling)
-            for item in items[index * n : (index + 1) * n]
+            _response(
+                item["meta_info"],
+                prompt,
+                0,
+                sampling,
+                (first_routed, len(prompt.token_ids) - 1 if number else first_routed),
+            )
+            for number, item in enumerate(items[index * n : (index + 1) * n])
         ]
         for index, prompt in enumerate(prompts)
     ]
@@ -291,9 +341,17 @@ def parse_continue(
     """Return the responses of `begun`, joined with their continuations. Raises as `parse_generate`
     does.
     """
-    items = _items(answer, len(begun))
+    items, first = _items(answer, len(begun)), _first_unrouted(prompt, begun)
     return [
-        response.then(_response(item["meta_info"], prompt, len(response.token_ids), sampling))
+        response.then(
+            _response(
+                item["meta_info"],
+                prompt,
+                len(response.token_ids),
+                sampling,
+                (first, response.first_unrouted(len(prompt.token_ids))),
+            )
+        )
         for item, response in zip(items, begun, strict=True)
     ]
 
@@ -306,9 +364,15 @@ def _items(answer: Any, count: int) -> list[Any]:
 
 
 def _response(
-    meta: Mapping[str, Any], prompt: "Prompt", num_before: int, sampling: Sampling
+    meta: Mapping[str, Any],
+    prompt: "Prompt",
+    num_before: int,
+    sampling: Sampling,
+    routed: tuple[int, int],
 ) -> Response:
-    """Return a response, or its continuation after num_before tokens."""
+    """Return a response, or its continuation after num_before tokens. routed: The first token whose
+    routes are in the answer, and the first whose routes are kept.
+    """
     tokens, logprobs = _arrays(meta["output_token_logprobs"])
     finish = _finish(meta["finish_reason"], tokens, num_before, sampling)
     if not len(tokens) and finish != ABORT:
@@ -343,7 +407,38 @@ def _response(
             for span in spans
             if span["end"] > span["start"]
         ),
+        routes=_routes(meta, len(prompt.token_ids) + num_before, len(tokens), sampling, routed),
     )
+
+
+def _routes(
+    meta: Mapping[str, Any],
+    num_before: int,
+    num_tokens: int,
+    sampling: Sampling,
+    routed: tuple[int, int],
+) -> Array | None:
+    """Return the routes of a response's tokens before its last one; None if none were asked for,
+    or if a server had dropped its cache of a response before it was aborted. num_before: Tokens
+    before those of the answer.
+    """
+    shape, text = sampling.routes, meta.get("routed_experts")
+    if shape is None or not num_tokens:
+        return None
+    aborted = str(meta["finish_reason"]["type"]) == ABORT
+    if text is None and not aborted:
+        raise RolloutRequestError(
+            "a rollout server returns no experts, which algorithm.routing_replay=true replays: "
+            "start it with --enable-return-routed-experts, or set routing_replay=false"
+        )
+    first, kept = routed
+    wanted = num_before + num_tokens - 1 - first
+    routes = None if text is None else shape.decode(text)[:wanted]
+    if routes is None or len(routes) < wanted:
+        if aborted:
+            return None
+        raise ValueError(f"{wanted} tokens have routes for {0 if routes is None else len(routes)}")
+    return routes[kept - first :].astype(shape.dtype)
 
 
 def _arrays(

@@ -92,7 +92,8 @@ class Request:
     responses `begun`.
 
     places: Index of each prompt in the batch. slots: Slots of a server that it takes. most: Limit
-    of a response's tokens, if it is below the sampling's. not_before: Event loop time before which
+    of a response's tokens, if it is below the sampling's. first_routed: The first token of a prompt
+    whose routes are not known from earlier turns. not_before: Event loop time before which
     it is not sent. last_url: The server at which it failed last.
     """
 
@@ -102,6 +103,7 @@ class Request:
     begun: Sequence[Response] = ()
     slots: int = 1
     most: int | None = None
+    first_routed: int = 0
     not_before: float = 0.0
     last_url: str | None = None
 
@@ -185,7 +187,7 @@ class Request:
     def body(self, sampling: Sampling, encoder: Encoder) -> list[Body]:
         if self.begun:
             return continue_body(self.prompts[0], self._aborted, sampling, encoder)
-        return generate_body(self.prompts, self.n, sampling, encoder)
+        return generate_body(self.prompts, self.n, sampling, encoder, self.first_routed)
 
     def parse(self, answer: Any, sampling: Sampling) -> list[list[Response]]:
         """Return the responses of each prompt, including responses that were already complete.
@@ -193,7 +195,7 @@ class Request:
         Raises as `parse_generate` does.
         """
         if not self.begun:
-            return parse_generate(answer, self.prompts, self.n, sampling)
+            return parse_generate(answer, self.prompts, self.n, sampling, self.first_routed)
         rest = iter(parse_continue(answer, self.prompts[0], self._aborted, sampling))
         return [[r if r.is_complete else next(rest) for r in self.begun]]
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megavlm.config.algorithm import PolicyOptimization
+from megavlm.config.algorithm import PolicyOptimization, replays_routing
 from megavlm.config.lora import SERVED_TARGETS
 from megavlm.config.schema import Config
 from megavlm.families import family
@@ -180,6 +180,8 @@ def _server_args(config: Config, device: str, num_nodes: int) -> dict[str, Any]:
         }
         if device == "cpu":
             needed["lora_backend"] = "torch_native"
+    if replays_routing(config.algorithm):
+        needed["enable_return_routed_experts"] = True
     return {**needed, **rollout.server_args}
 
 

@@ -73,7 +73,22 @@ def _values(response: Response) -> dict[str, Any]:
         "finish": response.finish,
         "weight_version": response.weight_version,
         "spans": [asdict(span) for span in response.spans],
-    }
+    } | _route_values(response.routes)
+
+
+def _route_values(routes: npt.NDArray[Any] | None) -> dict[str, Any]:
+    if routes is None:
+        return {}
+    dtype = routes.dtype.newbyteorder("<")
+    text = base64.b64encode(routes.astype(dtype).tobytes()).decode()
+    return {"routes": {"values": text, "dtype": dtype.str, "shape": routes.shape}}
+
+
+def _routes(values: Mapping[str, Any]) -> npt.NDArray[Any] | None:
+    if "routes" not in values:
+        return None
+    routes = values["routes"]
+    return _array(routes["values"], routes["dtype"]).reshape(routes["shape"])
 
 
 def _array(values: str | Sequence[float], dtype: str) -> npt.NDArray[Any]:
@@ -90,4 +105,5 @@ def _response(values: Mapping[str, Any]) -> Response:
         finish=values["finish"],
         weight_version=values["weight_version"],
         spans=tuple(VersionSpan(**span) for span in values["spans"]),
+        routes=_routes(values),
     )

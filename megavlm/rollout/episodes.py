@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import torch
 
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.schema import Config
@@ -318,7 +319,7 @@ class EpisodeRunner:
         with suppress(RequestTimedOut):
             while (prompt := episode.next_prompt) is not None:
                 try:
-                    following = await ask(prompt)
+                    following = await ask(prompt, first_routed=_first_unrouted(episode, prompt))
                 except RequestRefused as error:
                     failure = CallFailure("remote", f"{self._name(prompt)}: {error}")
                     episode.fail(self.reward_manager.failed(failure))
@@ -377,6 +378,19 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
             raise result
         found.append(result)
     return found
+
+
+def _first_unrouted(episode: Episode, prompt: Prompt) -> int:
+    """Return the first token of a further prompt whose routes the last turn's answer does not
+    have.
+    """
+    before, response = episode.prompts[-1], episode.responses[-1]
+    known = torch.cat([before.token_ids, torch.from_numpy(response.token_ids)])
+    keys = [image.key for image in before.images]
+    extends = torch.equal(prompt.token_ids[: len(known)], known) and keys == [
+        image.key for image in prompt.images[: len(keys)]
+    ]
+    return response.first_unrouted(len(before.token_ids)) if extends else 0
 
 
 def example(row: Row, system_prompt: str | None = None) -> Example:

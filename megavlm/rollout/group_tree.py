@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import text_positions
@@ -20,8 +21,11 @@ from megavlm.inference.protocol import Response
 from megavlm.rollout.trajectory import Group, TreePart
 
 
-def group_tree(group: Group, columns: Sequence[TargetColumns]) -> Tree:
+def group_tree(
+    group: Group, columns: Sequence[TargetColumns], *, replays_routing: bool = False
+) -> Tree:
     """Return the calls of a group's episodes as one tree. columns: Columns of each call's response.
+    replays_routing: If true, segments have the routes that servers returned.
 
     A response is a target once, below the prompt that it was sampled for. A prompt shares its
     longest prefix that is in the tree: with earlier calls of its episode and their responses, or
@@ -33,19 +37,55 @@ def group_tree(group: Group, columns: Sequence[TargetColumns]) -> Tree:
     # Positions of text, of which those of each response are a part.
     ends = (p.next_position + len(r.token_ids) for p, r in zip(prompts, responses, strict=True))
     text = text_positions(max(ends), 0)
-    segments = []
-    for parent, call, is_response, start, end, images in tree_parts(group):
+    parts, segments = tree_parts(group), []
+    routes = _routes(parts, prompts, responses) if replays_routing else [None] * len(parts)
+    for (parent, call, is_response, start, end, images), its_routes in zip(
+        parts, routes, strict=True
+    ):
         prompt = prompts[call]
         if is_response:
             ids = torch.from_numpy(responses[call].token_ids[start:end])
             positions = text[:, prompt.next_position + start : prompt.next_position + end]
             is_whole = len(ids) == len(responses[call].token_ids)
             table = columns[call] if is_whole else columns[call].select(slice(start, end))
-            segments.append(Segment(ids, positions, parent, True, table))
+            segments.append(Segment(ids, positions, parent, True, table, routes=its_routes))
         else:
             ids, positions = prompt.token_ids[start:end], prompt.positions[:, start:end]
-            segments.append(Segment(ids, positions, parent, False, images=images))
+            shown = {"images": images, "routes": its_routes}
+            segments.append(Segment(ids, positions, parent, False, **shown))
     return Tree(tuple(segments))
+
+
+def _routes(
+    parts: Sequence[TreePart], prompts: Sequence[Prompt], responses: Sequence[Response]
+) -> list[Tensor | None]:
+    """Return the routes of each part's tokens, without the last token of a response that no turn
+    follows.
+    """
+
+    def of_call(call: int, start: int, end: int) -> Tensor | None:
+        """Return the routes of tokens of a call, counted from its prompt's first; those at the end
+        may have none.
+        """
+        routes, num_tokens = responses[call].routes, len(prompts[call].token_ids)
+        if routes is None:
+            return None
+        first = num_tokens + len(responses[call].token_ids) - 1 - len(routes)
+        return None if start < first else torch.from_numpy(routes[start - first : end - first])
+
+    starts = [x.start + x.is_response * len(prompts[x.call].token_ids) for x in parts]
+    sizes = [part.end - part.start for part in parts]
+    found = [
+        of_call(part.call, start, start + size)
+        for part, start, size in zip(parts, starts, sizes, strict=True)
+    ]
+    for part, start in zip(parts, starts, strict=True):
+        # Only the turn after a response has computed the response's last token.
+        above = found[part.parent] if part.parent >= 0 else None
+        if above is not None and len(above) < sizes[part.parent]:
+            last = of_call(part.call, start - 1, start)
+            found[part.parent] = above if last is None else torch.cat([above, last])
+    return found
 
 
 def tree_parts(group: Group) -> tuple[TreePart, ...]:

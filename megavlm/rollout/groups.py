@@ -99,7 +99,8 @@ def policy_trees(
     trees, start = [], 0
     for group in groups:
         end = start + len(group.prompts)
-        trees.append(group_tree(group, columns[start:end]))
+        its_columns = columns[start:end]
+        trees.append(group_tree(group, its_columns, replays_routing=settings.routing_replay))
         start = end
     return trees
 

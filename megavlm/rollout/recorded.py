@@ -5,9 +5,10 @@ inspection.
 `groups`, a JSON list. For each group they have the tokens of the prompt; then, for each episode,
 the tokens of each response and of the observation after it, or the whole prompt after it if this
 does not extend the turn. `logprobs` has values for response tokens only, rounded to float32 as in
-the trainer. Images are given as numbers: 0, 1, ... are the row's images and videos, and -1, -2, ...
-those that the environment made, with their pixels in `pixels.0`, `pixels.1`, ..., and the pictures
-of images in tiles in `picture.0`, `picture.1`, ...
+the trainer. `routes` [R, layers, top-k] has the routes of all responses, one after the other; it is
+absent from runs without algorithm.routing_replay. Images are given as numbers: 0, 1, ... are the
+row's images and videos, and -1, -2, ... those that the environment made, with their pixels in
+`pixels.0`, `pixels.1`, ..., and the pictures of images in tiles in `picture.0`, `picture.1`, ...
 """
 
 import json
@@ -88,6 +89,7 @@ class _Writer:
     def __init__(self) -> None:
         self._ids: list[npt.NDArray[np.int32]] = []
         self._logprobs: list[npt.NDArray[np.float32]] = []
+        self._routes: list[npt.NDArray[Any]] = []
         self._own: dict[str, ProcessedImage] = {}  # images from environments, by key
 
     @property
@@ -100,9 +102,13 @@ class _Writer:
         pixels = {f"pixels.{i}": image.content for i, image in images}
         pixels |= {f"picture.{i}": x.picture for i, x in images if x.picture is not None}
         ids, logprobs = np.concatenate(self._ids), np.concatenate(self._logprobs)
+        routes = {}
+        if self._routes:
+            routes = {"routes": torch.from_numpy(np.concatenate(self._routes))}
         return {
             "token_ids": torch.from_numpy(ids),
             "logprobs": torch.from_numpy(logprobs),
+            **routes,
             **pixels,
         }
 
@@ -134,6 +140,9 @@ class _Writer:
                 "reward": episode.rewards[number],
             }
             self._logprobs.append(response.logprobs)
+            if response.routes is not None:
+                self._routes.append(response.routes)
+                turn["routes"] = len(response.routes)
             for following in episode.prompts[number + 1 : number + 2]:
                 if _extends(following, prompt, response):
                     before = len(prompt.short_ids) + len(response.token_ids)
@@ -182,7 +191,8 @@ class _Reader:
         processor: Processor,
     ) -> None:
         self._ids, self._logprobs = tensors["token_ids"].numpy(), tensors["logprobs"].numpy()
-        self._next_id = self._next_logprob = 0
+        self._routes = tensors["routes"].numpy() if "routes" in tensors else None
+        self._next_id = self._next_logprob = self._next_route = 0
         self._own = [_image(tensors, number, *values) for number, values in enumerate(formats)]
         self._rows, self._processor = rows, processor
 
@@ -215,6 +225,7 @@ class _Reader:
                 turn["finish"],
                 turn["weight_version"],
                 tuple(VersionSpan(*span) for span in turn["spans"]),
+                self._take_routes(turn["routes"]) if "routes" in turn else None,
             )
             following = None
             if "next" in turn:
@@ -250,6 +261,11 @@ class _Reader:
     def _take_logprobs(self, count: int) -> npt.NDArray[np.float32]:
         start, self._next_logprob = self._next_logprob, self._next_logprob + count
         return self._logprobs[start : self._next_logprob]
+
+    def _take_routes(self, count: int) -> npt.NDArray[Any]:
+        assert self._routes is not None
+        start, self._next_route = self._next_route, self._next_route + count
+        return self._routes[start : self._next_route]
 
 
 def _are_equal(prompt: Prompt, other: Prompt) -> bool:

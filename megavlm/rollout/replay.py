@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megavlm.config.algorithm import replays_routing
 from megavlm.observability.phases import Phases
 from megavlm.rollout.recorded import RecordedRollouts
 from megavlm.rollout.sampler import Refit, Sampler
@@ -22,7 +23,7 @@ class ReplaySource:
 
     def take(self, count: int, version: int, refit: Refit | None) -> list[Group]:
         """Return all groups of the recorded step. Raises ValueError as RecordedRollouts.load does,
-        and if the step has too few groups.
+        and if the step has too few groups or lacks the experts of algorithm.routing_replay.
         """
         sampler, step = self._sampler, version + 1
         with self._phases("rollout"):
@@ -32,6 +33,13 @@ class ReplaySource:
             raise ValueError(
                 f"rollout.replay={self._folder} has {len(groups)} groups in step {step}, fewer "
                 f"than algorithm.prompts_per_step={count}: lower that"
+            )
+        responses = [r for group in groups for e in group.episodes for r in e.responses]
+        replays = replays_routing(sampler.config.algorithm)
+        if replays and all(response.routes is None for response in responses):
+            raise ValueError(
+                f"algorithm.routing_replay=true replays experts, but rollout.replay={self._folder} "
+                f"has none in step {step}: record them with routing_replay=true, or set it to false"
             )
         self.measures = self._stream.measures
         return groups

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from megavlm.config.algorithm import DPO, DataTraining
+from megavlm.config.algorithm import DPO, DataTraining, replays_routing
 from megavlm.config.schema import Config
 from megavlm.data.loader import PromptStream, held_for
 from megavlm.data.processor import Processor
@@ -14,6 +14,7 @@ from megavlm.data.rows import Row, Rows
 from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.protocol import Sampling, adapter_name
+from megavlm.inference.routes import route_shape
 from megavlm.rollout.episodes import EpisodeRunner, Generate
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group
@@ -87,9 +88,10 @@ class Sampler:
         refit: Refit | None = None,
     ) -> Iterator[Group]:
         """Play n episodes from each row, and yield the groups in the order of the rows. A group has
-        no episodes if they could not start. The arguments are as in `generate`.
+        no episodes if they could not start, and responses have no routes. The arguments are as in
+        `generate`.
         """
-        generate = self.generate(how, version, refit)
+        generate = self.generate(replace(how, routes=None), version, refit)
         for start in range(0, len(rows), ROWS_AT_ONCE):
             groups = [Group(self.processor.prompt(row)) for row in rows[start:][:ROWS_AT_ONCE]]
             self.episodes.start(groups, n)
@@ -113,6 +115,7 @@ def sampling(config: Config, processor: Processor) -> Sampling:
         vocab_size=processor.vocab_size,
         suppressed_ids=processor.suppressed_ids if rollout.suppress_special_tokens else (),
         stop_ids=processor.stop_ids,
+        routes=route_shape(config.model.folder) if replays_routing(config.algorithm) else None,
     )
 
 

@@ -154,7 +154,7 @@ class PolicyTrainer(BaseTrainer):
         self.is_reference = reference is not None and reference.is_policy and not has_moved
         if reference is not None and not self.is_reference:
             with reference.in_place():
-                self.add_logprobs("reference_logprobs", batch, features, first=0)
+                self.add_logprobs("reference_logprobs", batch, features, first=0, replays=False)
 
     def add_old_logprobs(self, batch: RankBatch, features: VisionFeatures) -> None:
         """Add the policy's log-probs before the step's updates. The first minibatch is left out,
@@ -168,14 +168,24 @@ class PolicyTrainer(BaseTrainer):
             self.add_logprobs("reference_logprobs", batch, features, first=1)
 
     def add_logprobs(
-        self, name: str, batch: RankBatch, features: VisionFeatures, *, first: int
+        self,
+        name: str,
+        batch: RankBatch,
+        features: VisionFeatures,
+        *,
+        first: int,
+        replays: bool = True,
     ) -> None:
+        """Add log-probs to the packs of all minibatches from the `first` on. replays: False for the
+        reference, whose log-probs are its own only if its routers choose. Collective.
+        """
         packs = [pack for packs in batch.minibatches[first:] for pack in packs]
         phase = self.train_state.phases.current
         self.passed_tokens[phase] += batch.num_tokens * (1 - first / self.settings.minibatches)
         if packs:
+            computed = packs if replays else [pack.without_routes() for pack in packs]
             scores = compute_logprobs(
-                self.train_state.updater.chunks, packs, features, self.scoring
+                self.train_state.updater.chunks, computed, features, self.scoring
             )
             if self.train_state.mesh.is_last_stage:  # where losses are computed
                 for pack, pack_scores in zip(packs, scores, strict=True):

@@ -103,7 +103,12 @@ class PPOTrainer(PolicyTrainer):
         loss = critic_loss(self.ppo)
         metrics = critic_metrics(
             [
-                self.critic.updater.update(packs, theirs, loss, step=self.train_state.step + 1)
+                self.critic.updater.update(
+                    [pack.without_routes() for pack in packs],
+                    theirs,
+                    loss,
+                    step=self.train_state.step + 1,
+                )
                 for packs in batch.minibatches * self.ppo.epochs
             ]
         )

@@ -1,8 +1,8 @@
 """Start-up hook for SGLang's processes on a machine without a GPU.
 
 Python imports `sitecustomize` in every process whose PYTHONPATH contains this directory: the server
-and the workers that it starts. Stock SGLang needs the first four changes to run on a CPU; the other
-seven save time:
+and the workers that it starts. Stock SGLang needs the first four changes and the last one to run on
+a CPU; the other seven save time:
 
 1. torchvision must be importable with a CPU build of torch: its two missing operators are defined
    right before the first `import torchvision`, never earlier, so that a process that does not use
@@ -23,6 +23,7 @@ seven save time:
    comes, as when it is idle. Otherwise it would take a whole core from that update.
 11. SGLang does not import `mcp`, which takes a second and is only for tools that a server calls
    itself. It is installed here for tools that episodes call.
+12. Records of the experts of each token (enable_return_routed_experts) are in plain memory.
 """
 
 import importlib
@@ -110,6 +111,13 @@ def _gate_norm(module: Any) -> None:
     module._use_cpu = True
 
 
+def _allocate_on_the_host(module: Any) -> None:
+    """Give the records of routed experts plain memory. SGLang has pinned memory of GPUs alone."""
+    import torch
+
+    module.ALLOC_MEMORY_FUNCS = {"cpu": lambda dims, dtype, **_: torch.zeros(dims, dtype=dtype)}
+
+
 def _sleep_in_pause(module: Any) -> None:
     """Make a paused scheduler sleep until a request comes. SGLang 0.5.23 polls without a break."""
     own = module.Scheduler.process_input_requests
@@ -127,6 +135,7 @@ REPLACEMENTS = {
     "sglang.srt.layers.attention.vision": _install("segment_attention"),
     "sglang.srt.layers.attention.torch_native_backend": _install("cache_attention"),
     "sglang.srt.layers.sampler": _install("cumulative_sampling"),
+    "sglang.srt.state_capturer.base": _allocate_on_the_host,
     "sglang.kernels.ops.attention.fla.layernorm_gated": _gate_norm,
     "sglang.kernels.ops.elementwise.elementwise": _gate_shared_expert,
 }

@@ -25,11 +25,12 @@ class Requirements:
 
     fresh_images: True if training changes the vision tower. The server must then cache no image
     features, because SGLang does not drop them when weights change. sync: Transport of the weights
-    that are pushed to it; None if none are.
+    that are pushed to it; None if none are. routes: True if it must return the experts of tokens.
     """
 
     fresh_images: bool = False
     sync: str | None = None
+    routes: bool = False
 
     def read(self, info: Mapping[str, Any]) -> tuple[int, str, bool]:
         """Return the server's number of ranks, its device, and whether it takes videos.
@@ -41,6 +42,11 @@ class Requirements:
                 f"does not report that it caches no image features, but training changes the "
                 f"tower that makes them: start it with {IMAGE_CACHE}=0 and "
                 f"{EXPOSE_ENVIRONMENT}=1 in its environment"
+            )
+        if self.routes and info.get("enable_return_routed_experts") is not True:
+            raise ValueError(
+                "does not return the experts of tokens, which algorithm.routing_replay=true "
+                "replays: start it with --enable-return-routed-experts, or set routing_replay=false"
             )
         if not isinstance(info.get("tp_size"), int) or not isinstance(info.get("device"), str):
             raise ValueError("does not report its tp_size and device, as SGLang does")

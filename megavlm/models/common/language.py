@@ -29,6 +29,7 @@ from megavlm.models.common.attention import GatedSelfAttention, TreeAttention
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.deepstack import DeepStackLayer
 from megavlm.models.common.pack_layout import PackLayout
+from megavlm.models.common.routing_replay import ReplayingMoELayer
 from megavlm.models.linear_attention.gated_delta_net import (
     GatedDeltaNet,
     GatedDeltaNetSubmodules,
@@ -230,6 +231,8 @@ def _layer_spec(config: LanguageConfig, kind: LayerKind) -> ModuleSpec:
             attention.q_layernorm = attention.k_layernorm = MegatronRMSNorm
         parts.sharded_state_dict_keys_map = _norm_keys(kind)
     layer.module = DeepStackLayer
+    if kind.has_experts:
+        layer.submodules.mlp.module = ReplayingMoELayer
     attention = layer.submodules.self_attention
     attention.submodules.core_attention = TreeAttention
     if config.attention_output_gate:

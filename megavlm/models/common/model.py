@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Pack
+from megavlm.data.routes import Routes
 from megavlm.data.videos import Grid
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.deepstack import StageLayout, join_levels, split_levels
@@ -118,7 +119,9 @@ class VisionLanguageModel(MegatronModule):
         """
         rows, kept = self._slice(pack)
         first = self.language_model.first_layer
-        layout = StageLayout.of(pack, vision_rows=rows, first_level=first)
+        layout = StageLayout.of(
+            pack, vision_rows=rows, first_level=first, routes=self._routes(pack)
+        )
         if self.pre_process:
             hidden, levels = self._embed(pack, features, kept)
         else:
@@ -166,6 +169,14 @@ class VisionLanguageModel(MegatronModule):
         # Counted on the host: reading the tensor would wait for the GPU.
         kept = slice(pack.vision_before(start), pack.vision_before(start + size))
         return pack.vision_index[kept] - start, kept
+
+    def _routes(self, pack: Pack) -> Routes | None:
+        """Return the routes of this rank's hidden states."""
+        if pack.routes is None or self._num_slices == 1:
+            return pack.routes
+        size = len(pack.token_ids) // self._num_slices
+        start = size * self._tensor_group.rank()
+        return pack.routes.select(slice(start, start + size))
 
     def _at_targets(self, hidden: Tensor, pack: Pack) -> Tensor:
         """Return the final hidden states [N, H] that predict the pack's targets, on every tensor

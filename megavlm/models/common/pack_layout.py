@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megavlm.data.context_parallel import SegmentRun
 from megavlm.data.packing import Pack
+from megavlm.data.routes import Routes
 
 PADDING = 1.25  # limit of (query, key) pairs in a padded batch, relative to its sequences' pairs
 
@@ -92,6 +93,7 @@ class PackLayout(PackedSeqParams):
     tree_bounds: tuple[int, ...]
     block_mask: Any = None  # for flex, created on first use
     tree_scan: Any = None  # for linear attention, created on first use
+    routes: Routes | None = None  # of this rank's hidden states
 
     @classmethod
     def of(cls, pack: Pack, **more: Any) -> Self:

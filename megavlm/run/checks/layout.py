@@ -5,7 +5,7 @@ config.json must fit the axes. This module does not import megatron-core.
 from pathlib import Path
 from typing import Any
 
-from megavlm.config.algorithm import PolicyOptimization
+from megavlm.config.algorithm import PolicyOptimization, replays_routing
 from megavlm.config.schema import Config
 from megavlm.families import family
 from megavlm.models.common.layout_rules import check_model_layout
@@ -81,6 +81,11 @@ def check_sizes(config: Config, values: Values, folder: Path) -> None:
             f"num_attention_heads={heads}: set rollout.tensor_parallel to a number that does"
         )
     _check_adapters(config, architecture)
+    if replays_routing(config.algorithm) and "num_moe_experts" not in architecture:
+        raise ValueError(
+            "algorithm.routing_replay=true replays the experts of tokens, but the model in "
+            f"{folder} has no experts: set it to false"
+        )
 
 
 def language_sizes(values: Values, folder: Path) -> Values:

@@ -44,6 +44,11 @@ def trees_to_arrays(
         "num_images": torch.tensor([len(s.images) for s in segments], dtype=torch.int32),
         "images": torch.tensor([numbers[key] for s in segments for key in s.images]).int(),
     }
+    known = [segment.routes for segment in segments if segment.routes is not None]
+    if known:
+        counts = [0 if s.routes is None else len(s.routes) for s in segments]
+        arrays["num_routes"] = torch.tensor(counts, dtype=torch.int32)
+        arrays["routes"] = torch.cat(known)
     if columns is not None:
         parts = [segment.columns for segment in targets if segment.columns is not None]
         assert len(parts) == len(targets), "all targets have columns, or none has"
@@ -71,6 +76,9 @@ def trees_from_arrays(arrays: Mapping[str, Tensor], keys: Sequence[str]) -> list
     )
     images = (keys[index] for index in arrays["images"].tolist())
     parents, num_images = arrays["parents"].tolist(), arrays["num_images"].tolist()
+    routes: Sequence[Tensor | None] = [None] * len(sizes)
+    if "routes" in arrays:
+        routes = arrays["routes"].split(arrays["num_routes"].tolist())
     segments = (
         Segment(
             ids,
@@ -79,9 +87,10 @@ def trees_from_arrays(arrays: Mapping[str, Tensor], keys: Sequence[str]) -> list
             target,
             next(columns) if target else None,
             tuple(next(images) for _ in range(count)),
+            its_routes,
         )
-        for ids, places, parent, target, count in zip(
-            token_ids, positions, parents, is_target, num_images, strict=True
+        for ids, places, parent, target, count, its_routes in zip(
+            token_ids, positions, parents, is_target, num_images, routes, strict=True
         )
     )
     return [

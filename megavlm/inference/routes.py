@@ -1,0 +1,49 @@
+"""Routes of tokens in SGLang's answers: the experts that each token was sent to, in every layer."""
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megavlm.families import family
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """Sizes of a token's routes."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def dtype(self) -> npt.DTypeLike:
+        """Smallest type that holds an expert's number, and that torch has all operations for."""
+        return np.uint8 if self.num_experts <= 256 else np.int16
+
+    def decode(self, text: str) -> Array:
+        """Return the routes [T, layers, top-k] in SGLang's base64 of int32, as int32. Raises
+        ValueError for other sizes, and for an expert that the model does not have.
+        """
+        values = np.frombuffer(base64.b64decode(text), "<i4")
+        routes = values.reshape(-1, self.num_layers, self.top_k)
+        if routes.size and not (routes.min() >= 0 and routes.max() < self.num_experts):
+            raise ValueError(f"a token has experts beyond the {self.num_experts} of the model")
+        return routes
+
+
+def route_shape(folder: str | Path) -> RouteShape | None:
+    """Return the sizes of the routes in the model of `folder`, None if it has no experts."""
+    values: Mapping[str, Any] = json.loads((Path(folder) / "config.json").read_bytes())
+    text = values.get("text_config") or values  # as older folders have it
+    sizes = family(values["model_type"]).language_sizes(text)
+    if "num_moe_experts" not in sizes:
+        return None
+    return RouteShape(sizes["num_layers"], sizes["num_moe_experts"], text["num_experts_per_tok"])

@@ -1,0 +1,70 @@
+"""Routing replay: routers of the trainer send tokens to the experts that the rollout server chose
+(R3, arXiv 2510.11370). Their weights are still computed from the trainer's own logits, so that
+gradients reach the routers.
+
+megatron-core's RouterReplay is a list of all routers of a process, and of indices in the order of
+their backward passes. Here each layer gets the routes with the pack that it computes.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import torch
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+
+from megavlm.data.routes import Routes
+
+
+class ReplayedRoutes(NamedTuple):
+    """Routes of t tokens in one layer, in the form of a router's `router_replay`."""
+
+    experts: Tensor  # [t, top-k]
+    is_known: Tensor  # [t, 1]
+
+    @classmethod
+    def of(cls, routes: Routes, layer: int) -> Self:
+        """Return the routes of a layer, by its index in the whole model."""
+        return cls(routes.experts[:, layer], routes.is_known[:, None])
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scores of the replayed experts and their indices, both [t, top-k]. Tokens
+        without routes get the experts that `choose` returns.
+        """
+        _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        experts = torch.where(self.is_known, self.experts.long(), own)
+        return scores.gather(1, experts), experts
+
+
+class ReplayingMoELayer(MoELayer):
+    """Layer of experts whose router replays routes.
+
+    replayed: Routes of the pack that is computed next; None if the router chooses.
+    """
+
+    replayed: ReplayedRoutes | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Recomputed here, where the backward pass finds the routes of its own pack again.
+        self._recomputes: bool = self.moe_layer_recompute
+        self.moe_layer_recompute = False
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
+        replayed = self.replayed
+
+        def compute(hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+            self.router.router_replay = replayed
+            return super(ReplayingMoELayer, self).forward(hidden)
+
+        if self._recomputes:
+            return checkpoint(compute, False, hidden_states)
+        return compute(hidden_states)
