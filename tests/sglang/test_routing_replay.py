@@ -1,32 +1,43 @@
 """Routes of a real server, replayed by the trainer's routers."""
 
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from megavlm.data.packing import make_pack
-from megavlm.data.processor import Processor, Prompt
+from megavlm.data.processor import Processor
+from megavlm.data.rows import Row
 from megavlm.families import family_of
-from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.generation import Ask
+from megavlm.inference.protocol import Response, Sampling, VersionSpan, bearer, parse_generate
 from megavlm.inference.routes import route_shape
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
+from megavlm.inference.server_pool.requirements import Requirements
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
-from megavlm.rollout.group_tree import CallTree
+from megavlm.rollout.group_tree import group_tree
+from megavlm.rollout.trajectory import Episode, Group
 from megavlm.training.forward_backward import compute_logprobs
 from tests.conftest import DATA
 from tests.parity.runs import Run
 from tests.parity.table import Ranks
 from tests.sglang.conftest import Served, model_folder
 from tests.sglang.questions import prompts
+from tests.support.calls import episode
 from tests.support.columns import columns
 from tests.support.fork import launch
 from tests.support.levels import slow
+from tests.support.timeouts import scaled
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("routing replay")]
 TIE = 1e-6
@@ -69,56 +80,135 @@ def sampling(served: Served) -> Sampling:
 
 def test_logprobs_with_replay_are_the_servers(routed: Served, tmp_path: Path) -> None:
     """The trainer's routers differ by less than rounding in bf16, and choose other experts."""
-    asked = prompts(routed.processor)
-    groups = routed.client.generate(list(asked.values()), n=3, sampling=sampling(routed))
-    calls = [
-        (group, prompt, response)
-        for group, (prompt, responses) in enumerate(zip(asked.values(), groups, strict=True))
-        for response in responses
+    asked = list(prompts(routed.processor).values())
+    answers = routed.client.generate(asked, n=3, sampling=sampling(routed))
+    groups = [
+        Group(prompt, episodes=[episode((prompt, response)) for response in responses])
+        for prompt, responses in zip(asked, answers, strict=True)
     ]
-    for _, _, response in calls:
-        assert response.routes is not None and response.routes.dtype == np.uint8
-    replayed, chosen = differences(routed, calls, tmp_path)
+    assert_replay_matters(routed, groups, tmp_path)
+    for prompt, responses in zip(asked, answers, strict=True):
+        for number, response in enumerate(responses):
+            assert response.routes is not None and response.routes.dtype == np.uint8
+            known = len(response.routes) - len(response.token_ids) + 1
+            assert known == (1 if number else len(prompt.token_ids)), "a prompt's are kept once"
+
+
+def test_turns_and_continued_responses_have_the_routes_of_each_request(
+    routed: Served, tmp_path: Path
+) -> None:
+    """Of a next turn only what the turn before lacks is asked for, from that turn's last token
+    on.
+    """
+    how, (prompt, *_) = sampling(routed), list(prompts(routed.processor).values())[1:]
+    ((first,),) = routed.client.generate([prompt], n=1, sampling=how)
+    begun = cut(first, 4)
+    ((continued,),) = routed.client.generate([prompt], n=1, sampling=how, begun=[[begun]])
+    assert continued.token_ids.tolist()[:4] == first.token_ids.tolist()[:4]
+    assert continued.routes is not None and first.routes is not None
+    assert np.array_equal(continued.routes[: len(begun.routes)], begun.routes)  # type: ignore[arg-type]
+    row = Row(9, "Look again.", "", (), "", "test:9")
+    said = [*continued.token_ids.tolist()[:-1], routed.processor.eos_id]
+    continued = replace(continued, token_ids=np.array(said, np.int32))
+    following = routed.processor.next_turn(prompt, said, row)
+    known = continued.first_unrouted(len(prompt.token_ids))
+
+    async def follow(place: int, responses: Sequence[Response], ask: Ask) -> None:
+        last = await ask(following, first_routed=known)
+        assert last.routes is not None
+        assert len(last.routes) == len(following.token_ids) + len(last.token_ids) - 1 - known
+        played.append(episode((prompt, continued), (following, last)))
+
+    played: list[Episode] = []
+    routed.client.generate([prompt], n=1, sampling=how, begun=[[continued]], follow=follow)
+    # The end of the first turn was not sampled.
+    assert_replay_matters(routed, [Group(prompt, episodes=played)], tmp_path, len(said) - 1)
+
+
+def test_an_aborted_request_has_the_routes_of_its_tokens(routed: Served) -> None:
+    prompt, shape = prompts(routed.processor)["text"], sampling(routed).routes
+    assert shape is not None
+    body = {
+        "input_ids": list(prompt.request_ids),
+        "sampling_params": {"max_new_tokens": 5000, "ignore_eos": True},
+        "return_logprob": True,
+        "return_routed_experts": True,
+    }
+    url, keys = routed.server.url + "/generate", bearer(routed.server.api_key)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(httpx.post, url, json=body, headers=keys, timeout=scaled(120))
+        while not asked.done():
+            time.sleep(0.5)
+            routed.post("/abort_request", {"abort_all": True})
+        answer = asked.result().json()
+    how = replace(sampling(routed), max_new_tokens=5000)
+    ((response,),) = parse_generate(answer, [prompt], 1, how)
+    assert response.finish == "abort" and len(response.token_ids) > 1
+    assert response.routes is not None
+    assert len(response.routes) == len(prompt.token_ids) + len(response.token_ids) - 1
+
+
+def test_a_server_without_the_option_is_refused(routed: Served) -> None:
+    info = routed.get("/server_info")
+    assert Requirements(routes=True).read(info)[:2] == (1, "cpu")
+    with pytest.raises(ValueError, match="start it with --enable-return-routed-experts"):
+        Requirements(routes=True).read({**info, "enable_return_routed_experts": False})
+
+
+def cut(response: Response, size: int) -> Response:
+    """Return a response as if it had been aborted after `size` tokens."""
+    assert response.routes is not None
+    lost = len(response.token_ids) - size
+    return replace(
+        response,
+        token_ids=response.token_ids[:size],
+        logprobs=response.logprobs[:size],
+        finish="abort",
+        spans=(VersionSpan(response.weight_version, 0, size),),
+        routes=response.routes[:-lost],
+    )
+
+
+def assert_replay_matters(
+    served: Served, groups: Sequence[Group], tmp_path: Path, *unsampled: int
+) -> None:
+    """Check that log-probs of a trainer whose routers choose other experts are the server's with
+    replay, and are not without. unsampled: Targets to leave out.
+    """
+    other = with_ties(served.folder, tmp_path / "trainer", seed=2)
+    ((replayed, chosen),) = launch(1, compare, other, groups, sampling(served), unsampled)
     assert replayed < 1e-4
     assert chosen > 1e-2, "the routers would have chosen the same experts"
 
 
-def differences(
-    served: Served, calls: Sequence[tuple[int, Prompt, Response]], tmp_path: Path
-) -> tuple[float, float]:
-    """Return the largest difference of log-probs with and without replay. calls: Each with the
-    number of its group.
-    """
-    other = with_ties(served.folder, tmp_path / "trainer", seed=2)
-    (found,) = launch(1, compare, other, calls, sampling(served))
-    return found
-
-
 def compare(
-    folder: Path, calls: Sequence[tuple[int, Prompt, Response]], how: Sampling
+    folder: Path, groups: Sequence[Group], how: Sampling, unsampled: Sequence[int]
 ) -> tuple[float, float]:
-    processor = Processor(folder, DATA, family_of(folder))
-    from transformers import AutoConfig
-
+    """Return the largest difference of log-probs with and without replay."""
+    trees = []
+    for group in groups:
+        of_calls = [
+            columns(
+                len(response.token_ids),
+                rollout_logprobs=torch.from_numpy(response.logprobs),
+                sequence_ids=torch.full((len(response.token_ids),), number),
+            )
+            for number, each in enumerate(group.episodes)
+            for response in each.responses
+        ]
+        trees.append(group_tree(group, of_calls, replays_routing=True))
+    images = {image.key: image for group in groups for p in group.prompts for image in p.images}
     config = AutoConfig.from_pretrained(folder)
-    trees = [CallTree() for _ in range(1 + max(group for group, _, _ in calls))]
-    for number, (group, prompt, response) in enumerate(calls):
-        logprobs = torch.from_numpy(response.logprobs)
-        size = len(logprobs)
-        ids = torch.full((size,), number)
-        of_call = columns(size, rollout_logprobs=logprobs, sequence_ids=ids)
-        trees[group].add(number, prompt, response, of_call)
-    images = {image.key: image for _, prompt, _ in calls for image in prompt.images}
     run = Run.start(folder, config, Ranks(), ModelOptions(), images)
-    pack = make_pack(
-        [tree.to_tree() for tree in trees], vision_token_ids=processor.vision_token_ids
-    )
+    pack = make_pack(trees, vision_token_ids=(config.image_token_id, config.video_token_id))
     assert pack.columns is not None and pack.routes is not None
-    # One token a response has no routes: its last.
-    assert int((~pack.routes.is_known).sum()) == len(calls)
+    num_ends = sum(len(group.episodes) for group in groups)
+    assert int((~pack.routes.is_known).sum()) == num_ends, "all tokens but the last of an episode"
     scoring = Scoring(how.temperature, how.suppressed_ids)
     found = []
     for computed in (pack, pack.without_routes()):
         (scores,) = compute_logprobs(run.wrapped, [computed], run.features(), scoring)
-        found.append(float((scores.logprobs - pack.columns.rollout_logprobs).abs().max()))
+        difference = (scores.logprobs - pack.columns.rollout_logprobs).abs()
+        difference[list(unsampled)] = 0.0
+        found.append(float(difference.max()))
     return found[0], found[1]
