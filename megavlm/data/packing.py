@@ -387,15 +387,14 @@ def _ancestors(parents: list[int]) -> Tensor:
 
 def _routes(segments: list[Segment], bounds: Sequence[int]) -> Routes | None:
     known = [
-        (start, s.routes)
-        for start, s in zip(bounds, segments, strict=False)
-        if s.routes is not None
+        (start, segment.routes)
+        for start, segment in zip(bounds, segments, strict=False)
+        if segment.routes is not None and len(segment.routes)
     ]
     if not known:
         return None
-    (_, first), num_tokens = known[0], bounds[-1]
-    experts = first.new_zeros(num_tokens, *first.shape[1:])
-    is_known = torch.zeros(num_tokens, dtype=torch.bool)
+    experts = known[0][1].new_zeros(bounds[-1], *known[0][1].shape[1:])
+    is_known = torch.zeros(bounds[-1], dtype=torch.bool)
     for start, routes in known:
         experts[start : start + len(routes)] = routes
         is_known[start : start + len(routes)] = True

@@ -48,11 +48,10 @@ def group_tree(
             positions = text[:, prompt.next_position + start : prompt.next_position + end]
             is_whole = len(ids) == len(responses[call].token_ids)
             table = columns[call] if is_whole else columns[call].select(slice(start, end))
-            segments.append(Segment(ids, positions, parent, True, table, routes=its_routes))
+            segments.append(Segment(ids, positions, parent, True, table, (), its_routes))
         else:
             ids, positions = prompt.token_ids[start:end], prompt.positions[:, start:end]
-            shown = {"images": images, "routes": its_routes}
-            segments.append(Segment(ids, positions, parent, False, **shown))
+            segments.append(Segment(ids, positions, parent, False, None, images, its_routes))
     return Tree(tuple(segments))
 
 

@@ -51,11 +51,12 @@ class ReplayingMoELayer(MoELayer):
     """
 
     replayed: ReplayedRoutes | None = None
+    moe_layer_recompute: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Recomputed here, where the backward pass finds the routes of its own pack again.
-        self._recomputes: bool = self.moe_layer_recompute
+        self._recomputes = self.moe_layer_recompute
         self.moe_layer_recompute = False
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:

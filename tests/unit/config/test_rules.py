@@ -299,6 +299,13 @@ BROKEN = {
         "algorithm.critic_warmup_steps=10",
         "optimizer.warmup_steps=31",
     ): "is above algorithm.steps=40 less algorithm.critic_warmup_steps=10: the rate would never",
+    (
+        "algorithm.routing_replay=true",
+        "rollout.mode=external",
+        "rollout.urls=[http://a:1]",
+        "rollout.router=http://b:1",
+        "rollout.suppress_special_tokens=false",
+    ): "rollout.router=http://b:1 passes on only the keys that it knows: set the first to false",
     ("evaluation.every=1",): "evaluation.every=1 needs questions to evaluate on",
     ("evaluation.after=true",): "evaluation.after=true needs questions to evaluate on",
 }

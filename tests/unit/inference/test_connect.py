@@ -174,6 +174,14 @@ def test_launch_script_arguments(write_recipe: Any) -> None:
     )
 
 
+def test_a_launch_script_returns_the_experts_that_are_replayed(write_recipe: Any) -> None:
+    sections = {"rollout": {"mode": "external", "urls": ["http://a:1"]}}
+    flag = "--enable-return-routed-experts"
+    assert flag not in server_plan(load(write_recipe(**sections)))
+    recipe = write_recipe(**sections, algorithm={"name": "grpo", "routing_replay": True})
+    assert flag in server_plan(load(recipe))
+
+
 def test_a_launch_script_serves_adapters(write_recipe: Any) -> None:
     rollout = {"mode": "external", "urls": ["http://a:1"], "lora": "adapter"}
     plan = server_plan(load(write_recipe(rollout=rollout, lora={"rank": 8})))

@@ -32,6 +32,7 @@ def test_external_servers_must_answer_in_time() -> None:
         pool.__enter__()
 
 
+ROUTES = Requirements(routes=True)
 FRESH = Requirements(fresh_images=True)
 ONE_MACHINE = Requirements(sync="tensor")
 ENVIRONMENT = "internal_states"
@@ -46,6 +47,8 @@ ENVIRONMENT = "internal_states"
         ({}, FRESH, "start it with SGLANG_VLM_CACHE_SIZE_MB=0"),
         ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "100"}}]}, FRESH, "start it"),
         ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "0"}}]}, FRESH, None),
+        ({}, ROUTES, "start it with --enable-return-routed-experts, or set routing_replay=false"),
+        ({"enable_return_routed_experts": True}, ROUTES, None),
         ({"version": "0.6.0rc1"}, Requirements(), None),
         ({"nnodes": 2, "device": "cuda"}, ONE_MACHINE, r"on 2 nodes, but rollout\.sync=tensor"),
         ({"nnodes": 2, "device": "cuda"}, Requirements(), None),

@@ -22,6 +22,8 @@ from megavlm.inference.protocol import Response, VersionSpan, is_complete
 from megavlm.observability.phases import Phases
 from megavlm.rollout.groups import select_groups
 from megavlm.rollout.in_step import InStepSource
+from megavlm.rollout.recorded import RecordedRollouts
+from megavlm.rollout.replay import ReplaySource
 from megavlm.rollout.sampler import Sampler
 from megavlm.rollout.trajectory import Group
 from tests.conftest import row, write_rows
@@ -236,3 +238,19 @@ def test_rounds_end_where_nothing_teaches_and_a_step_has_all_its_groups(
     with source(files, client, f"algorithm.dynamic_sampling={rounds}") as made:
         groups = take(made, client, *[FLAT] * 2 * (1 + rounds))
     assert len(select_groups(groups, 2)) == 2 and len(groups) == 2 * (1 + rounds)
+
+
+def test_a_replay_of_experts_needs_recorded_ones(
+    files: Path, client: Client, tmp_path: Path
+) -> None:
+    with source(files, client) as made:
+        RecordedRollouts(tmp_path).save(1, take(made, client, RIGHT, RIGHT))
+    for key, reason in (("true", "has none in step 1: record them with"), ("false", None)):
+        config = load(files / "recipe.yaml", [f"algorithm.routing_replay={key}"])
+        sampler = Sampler(config, None)
+        with closing(ReplaySource(sampler, str(tmp_path), Phases())) as replay:
+            if reason is None:
+                assert len(replay.take(2, 0, None)) == 2
+            else:
+                with pytest.raises(ValueError, match=reason):
+                    replay.take(2, 0, None)

@@ -157,6 +157,11 @@ REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
         "lora.targets holds language.experts, but the model has no experts: remove it",
     ),
     (
+        {},
+        ["algorithm.routing_replay=true"],
+        "has no experts: set it to false",
+    ),
+    (
         EXPERTS,
         ["lora.rank=2"],
         "lora.targets holds language.mlp, but the model has no layers without experts: remove it",
@@ -190,6 +195,7 @@ FITTING: list[tuple[dict[str, Any], list[str]]] = [
     ({}, ["recompute.layers=3"]),  # nothing is recomputed
     ({}, ["rollout.tensor_parallel=4"]),  # the server repeats key-value heads
     (EXPERTS, ["parallel.expert=8"]),
+    (EXPERTS, ["algorithm.routing_replay=true"]),
     # no layer has the dense MLP of intermediate_size
     (EXPERTS | {"intermediate_size": 257}, ["parallel.tensor=2", "parallel.sequence=true"]),
     (EXPERTS, ["lora.rank=2", "lora.targets=[language.experts]"]),
