@@ -29,12 +29,15 @@ class RouteShape:
         return np.uint8 if self.num_experts <= 256 else np.int16
 
     def decode(self, text: str) -> Array:
-        """Return the routes [T, layers, top-k] in SGLang's base64 of int32, as int32. Raises
-        ValueError for other sizes, and for an expert that the model does not have.
+        """Return the routes [T, layers, top-k] in SGLang's base64 of int32, or in that of narrower
+        numbers (server_support/megavlm_routes.py). Raises ValueError for other sizes, and for an
+        expert that the model does not have.
         """
-        values = np.frombuffer(base64.b64decode(text), "<i4")
+        content = base64.b64decode(text)
+        start = len(content) % 2  # narrower numbers follow a byte with their size
+        values = np.frombuffer(content, f"<u{content[0] if start else 4}", offset=start)
         routes = values.reshape(-1, self.num_layers, self.top_k)
-        if routes.size and not (routes.min() >= 0 and routes.max() < self.num_experts):
+        if routes.size and routes.max() >= self.num_experts:
             raise ValueError(f"a token has experts beyond the {self.num_experts} of the model")
         return routes
 

@@ -1,10 +1,12 @@
 """Routes of a real server, replayed by the trainer's routers."""
 
+import base64
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -128,15 +130,8 @@ def test_turns_and_continued_responses_have_the_routes_of_each_request(
 def test_an_aborted_request_has_the_routes_of_its_tokens(routed: Served) -> None:
     prompt, shape = prompts(routed.processor)["text"], sampling(routed).routes
     assert shape is not None
-    body = {
-        "input_ids": list(prompt.request_ids),
-        "sampling_params": {"max_new_tokens": 5000, "ignore_eos": True},
-        "return_logprob": True,
-        "return_routed_experts": True,
-    }
-    url, keys = routed.server.url + "/generate", bearer(routed.server.api_key)
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(httpx.post, url, json=body, headers=keys, timeout=scaled(120))
+        asked = pool.submit(ask, routed, {"max_new_tokens": 5000, "ignore_eos": True})
         while not asked.done():
             time.sleep(0.5)
             routed.post("/abort_request", {"abort_all": True})
@@ -146,6 +141,26 @@ def test_an_aborted_request_has_the_routes_of_its_tokens(routed: Served) -> None
     assert response.finish == "abort" and len(response.token_ids) > 1
     assert response.routes is not None
     assert len(response.routes) == len(prompt.token_ids) + len(response.token_ids) - 1
+
+
+def test_a_server_of_megavlm_sends_a_byte_an_expert(routed: Served) -> None:
+    prompt, shape = prompts(routed.processor)["text"], sampling(routed).routes
+    assert shape is not None
+    answer = ask(routed, {"max_new_tokens": 3, "ignore_eos": True}).json()
+    content = base64.b64decode(answer["meta_info"]["routed_experts"])
+    rows = len(prompt.token_ids) + 2
+    assert len(content) == 1 + rows * shape.num_layers * shape.top_k
+
+
+def ask(served: Served, parameters: dict[str, Any]) -> httpx.Response:
+    body = {
+        "input_ids": list(prompts(served.processor)["text"].request_ids),
+        "sampling_params": parameters,
+        "return_logprob": True,
+        "return_routed_experts": True,
+    }
+    url, keys = served.server.url + "/generate", bearer(served.server.api_key)
+    return httpx.post(url, json=body, headers=keys, timeout=scaled(120))
 
 
 def test_a_server_without_the_option_is_refused(routed: Served) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import (
@@ -18,6 +19,7 @@ from megavlm.inference.protocol import (
     parse_generate,
 )
 from megavlm.inference.routes import RouteShape, route_shape
+from megavlm.inference.server_support.megavlm_routes import narrow
 from tests.support.prompts import make_prompt
 from tests.support.responses import make_response
 
@@ -44,6 +46,18 @@ def answer(tokens: list[int], first: int, num_before: int = 0, **changed: Any) -
         "routed_experts": base64.b64encode(rows(first, end).tobytes()).decode(),
     }
     return {"meta_info": meta | changed}
+
+
+@pytest.mark.parametrize("num_experts", [128, 256, 512])
+def test_narrow_routes_are_read_as_sglang_s_own(num_experts: int) -> None:
+    shape = RouteShape(2, num_experts, 3)
+    routes = np.random.default_rng(0).integers(0, num_experts, (500, 2, 3)).astype(np.int32)
+    own = base64.b64encode(routes.tobytes()).decode()
+    narrower = narrow(torch.from_numpy(routes)).numpy().tobytes()
+    assert len(narrower) == 1 + routes.size * np.dtype(shape.dtype).itemsize
+    for text in (own, base64.b64encode(narrower).decode()):
+        assert np.array_equal(shape.decode(text), routes)
+    assert len(shape.decode(base64.b64encode(narrow(torch.zeros(0, 2, 3)).numpy()).decode())) == 0
 
 
 def assert_routes(response: Response, first: int) -> None:
