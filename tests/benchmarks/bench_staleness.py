@@ -1,20 +1,24 @@
-"""`make bench`: prints a simulation of rollouts while training, `rollout.max_staleness` 0, 1 and 2,
-of a 7B model on 4 + 4 GPUs. Nothing in it is measured on a GPU.
+"""`make bench`: prints a simulation of rollouts while training (`rollout.max_staleness`), partial
+rollouts (`rollout.oversample`) among them, of a 7B model on 4 + 4 GPUs. Nothing in it is measured
+on a GPU.
 
 Modelled are the times of run/capacity: a server's decoding step at its number of running responses,
 each of the mean number of tokens, prefill, the trainer's phases, and the sync, under which servers
 stand still. Not covered: rewards, the transfer of groups, and responses that are computed again.
 """
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from megavlm.parallel import platform
 
 platform.install()  # before the first import of megatron-core
 
+from megavlm.rollout.ahead.in_time import Deadlines  # noqa: E402
 from megavlm.run.capacity.time import StepModel  # noqa: E402
 from tests.unit.run.estimates import SET_UPS, resolved  # noqa: E402
 
@@ -39,6 +43,15 @@ def long_tailed(chance: random.Random) -> float:
 
 
 # Shape of lengths, and the longest over the mean: the recipe's limit, and a distant one.
+# rollout.max_staleness and rollout.oversample.
+SETTINGS: tuple[tuple[int, float | None], ...] = (
+    (0, None),
+    (1, None),
+    (2, None),
+    (2, 2.0),
+    (2, 2.5),
+    (4, 2.5),
+)
 CASES: tuple[tuple[Callable[[random.Random], float], int], ...] = ((as_texts, 2), (long_tailed, 8))
 
 
@@ -65,26 +78,25 @@ class Server:
     left: list[tuple[int, int]] = field(default_factory=list)
     waiting: list[tuple[int, int]] = field(default_factory=list)
     open: dict[int, int] = field(default_factory=dict)  # responses that a group still lacks
-    complete: int = 0  # groups before the first that still lacks responses
 
     def add(self, group: int, lengths: list[int]) -> None:
         self.open[group] = len(lengths)
         self.waiting += [(length, group) for length in lengths]
         self.prefill += self.model.server.prefill_seconds(self.model.step)
 
-    def run(self, end: float, stop: int | None = None) -> None:
-        """Generate up to a time, or until all groups below `stop` are complete."""
-        while self.time < end and (stop is None or self.complete < stop):
+    def run(self, end: float, is_enough: Callable[[], object] | None = None) -> None:
+        """Generate up to a time, or until enough groups are complete."""
+        while self.time < end and not (is_enough and is_enough()):
             room = self.most - len(self.left)
             self.left, self.waiting = self.left + self.waiting[:room], self.waiting[room:]
             if not self.left:
-                assert stop is None, "a group is waited for that was not started"
+                assert is_enough is None, "a group is waited for that was not started"
                 self.time = end
                 return
             context = self.model.step.prompt + self.model.step.resident
             seconds = self.model.server.decode_seconds(len(self.left), context)
             tokens = max(CHUNK, min(left for left, _ in self.left))
-            if stop is None:
+            if is_enough is None:
                 tokens = min(tokens, int((end - self.time) / seconds) + 1)
             self.busy += tokens * seconds + self.prefill
             self.time += tokens * seconds + self.prefill
@@ -94,8 +106,6 @@ class Server:
                 if left <= 0:
                     self.open[group] -= 1
             self.left = [item for item in running if item[0] > 0]
-            while self.open.get(self.complete) == 0:
-                self.complete += 1
 
 
 @dataclass(frozen=True)
@@ -106,37 +116,53 @@ class Result:
     staleness: float  # mean age of a group's weights in steps
 
 
-def simulate(model: StepModel, lengths: list[int], k: int) -> Result:
+def simulate(
+    model: StepModel, lengths: list[int], k: int, oversample: float | None = None
+) -> Result:
     """Train STEPS steps with a single server. A step's worth of prompts is started when a step has
-    ended, k more at the beginning; steps train them in their order.
+    ended, k more at the beginning; steps train them in their order. With `oversample`, prompts of
+    that many steps are started at the beginning, and steps train those that `Deadlines` chooses.
     """
     step, train, sync = model.step, sum(model.training().values()), model.seconds()["sync"]
     server = Server(model, model.server.max_running(step))
     versions: list[int] = []
+    started: list[int] = []  # groups that no step has trained
+    deadlines = Deadlines(k, step.prompts)
     waited, counted_from = 0.0, STEPS // 3
     start = now = busy = 0.0
 
-    def begin(count: int, version: int) -> None:
-        for _ in range(count * step.prompts):
+    def begin(count: float, version: int) -> None:
+        for _ in range(math.ceil(count * step.prompts)):
             place = len(versions) * step.responses
             server.add(len(versions), lengths[place : place + step.responses])
+            started.append(len(versions))
             versions.append(version)
 
-    begin(k + 1, 0)
+    def chosen(number: int) -> list[int]:
+        """Return the groups that a step trains on, once they are complete."""
+        played = [server.open[group] == 0 for group in started]
+        if oversample is None:
+            return started[: step.prompts] if all(played[: step.prompts]) else []
+        found = deadlines.choose([versions[g] for g in started], played, step.prompts, number)
+        return [started[place] for place in found]
+
+    begin(k + 1 if oversample is None else oversample, 0)
+    ages: list[int] = []
     for number in range(STEPS):
         if number == counted_from:
             start, waited, busy = now, 0.0, server.busy
-        needed = (number + 1) * step.prompts
         server.run(now)
-        server.run(float("inf"), needed)
+        server.run(float("inf"), partial(chosen, number))
+        trained = chosen(number)
+        started = [group for group in started if group not in set(trained)]
+        ages += [number - versions[group] for group in trained]
         waited += max(0.0, server.time - now)
         now = max(now, server.time) + train
         server.run(now)
         server.time = now = max(now, server.time) + sync  # it stands still
         begin(1, number + 1)
     total, count = now - start, STEPS - counted_from
-    used = range(counted_from * step.prompts, STEPS * step.prompts)
-    ages = [group // step.prompts - versions[group] for group in used]
+    ages = ages[counted_from * step.prompts :]
     return Result(
         count / total * 3600,
         waited / total,
@@ -148,17 +174,20 @@ def simulate(model: StepModel, lengths: list[int], k: int) -> Result:
 def bench_staleness(tmp_path: Path) -> None:
     for shape, limit in CASES:
         for set_up in SET_UPS[:2]:
+            cluster = set_up.cluster
             config, hf_config = resolved(set_up, tmp_path)
-            model = StepModel(config, hf_config, set_up.trainers, set_up.servers)
+            model = StepModel(config, hf_config, cluster.trainers, cluster.servers)
             mean = model.step.response
-            results = [simulate(model, drawn(shape, mean, limit * mean), k) for k in range(3)]
+            made = drawn(shape, mean, limit * mean)
+            results = [simulate(model, made, *settings) for settings in SETTINGS]
             print(
-                f"\n{set_up.name}, {set_up.gpus} GPUs, {shape.__name__}, up to {limit} x the mean"
+                f"\n{set_up.name}, {cluster.name} GPUs, {shape.__name__}, up to {limit} x the mean"
             )
-            for k, found in enumerate(results):
+            for (k, oversample), found in zip(SETTINGS, results, strict=True):
                 faster = found.steps_per_hour / results[0].steps_per_hour
                 print(
-                    f"  max_staleness {k}: {found.steps_per_hour:5.1f} steps/h, {faster:4.2f} x; "
+                    f"  max_staleness {k}, oversample {oversample or 1:3.1f}: "
+                    f"{found.steps_per_hour:5.1f} steps/h, {faster:4.2f} x; "
                     f"idle: trainer {found.trainer_idle:4.0%}, servers {found.server_idle:4.0%}; "
                     f"age {found.staleness:.1f}"
                 )
