@@ -150,7 +150,7 @@ def packs_of(
     config = AutoConfig.from_pretrained(trainer.weights)
     return [
         make_pack(
-            [prompt_tree(prompt, [list(response.token_ids) for response in responses])],
+            [prompt_tree(prompt, [response.token_ids.tolist() for response in responses])],
             vision_token_ids=(config.image_token_id, config.video_token_id),
             multiple=2 if trainer.ranks.sequence else 1,
             context_size=context_size,

@@ -93,7 +93,7 @@ def test_memory_released_and_taken_back(served: Served) -> None:
                     memory.resume(TAGS, starts=True)
             assert pool.record(server.url).state is State.HEALTHY
             after = client.generate(asked, n=1, sampling=how)
-    assert [r.token_ids for (r,) in before] == [r.token_ids for (r,) in after]
+    assert [token_ids(group) for group in before] == [token_ids(group) for group in after]
 
 
 @pytest.mark.slow
