@@ -1,5 +1,6 @@
 """A step's advantages by each estimator, of whole packs and of parts of them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -8,15 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from megavlm.algorithms.registry import ADVANTAGE_ESTIMATORS, load_advantage_estimator
 from megavlm.algorithms.segments import alone
 from megavlm.config.algorithm import GRPO, PPO
 from megavlm.data.packing import Pack, Segment, Tree, empty_pack, make_pack
+from megavlm.data.positions import text_positions
+from megavlm.data.processor import Prompt
+from megavlm.data.rows import Row
 from megavlm.data.target_tokens import TargetColumns, concatenate
+from megavlm.rollout.groups import policy_trees
+from megavlm.rollout.trajectory import Group
 from megavlm.training.advantages import (
     add_kl_advantages,
     add_value_advantages,
     with_advantages,
 )
+from tests.support.calls import episode, respond
 
 
 def columns() -> dict[str, Tensor]:
@@ -245,3 +253,57 @@ def test_a_user_s_estimator_is_as_good_as_a_built_in_one(own: str, built_in: str
 def test_a_user_s_estimator_returns_one_number_for_each_token() -> None:
     with pytest.raises(ValueError, match=r"own:of_sequences returned .*\[5\] for \[12\] tok"):
         whole(GRPO(advantage_estimator=f"{OWN}:of_sequences"))
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_row_for_each_part_of_a_turn_gives_what_all_tokens_give(
+    name: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Episodes of several turns, whose responses are cut where other prompts branch."""
+    made = []
+    for seed, rewards in enumerate(([[0.25, -1.0], [0.5], [0.0, 0.0, 1.0]], [[1.0], [1.0], [1.0]])):
+        episodes = []
+        for number, of_turns in enumerate(rewards):
+            calls = [
+                (prompt_of(k), respond(seed + 7 * number + k, 4)) for k in range(len(of_turns))
+            ]
+            if len(calls) == 3:  # the second prompt goes on within the first response
+                said = calls[0][1].token_ids[:2].tolist()
+                calls[1] = (prompt_of(0, said), calls[1][1])
+            played = episode(*calls)
+            played.rewards = of_turns
+            episodes.append(played)
+        made.append(Group(prompt_of(0), episodes=episodes))
+    settings = GRPO(advantage_estimator=name)
+    grown = policy_trees(made, settings, max_new_tokens=9, max_turns=3)
+    (tree, _) = grown
+    assert any(s.is_target and tree.segments[s.parent].is_target for s in tree.segments), "cut"
+    found = with_advantages([grown], settings, is_whole=is_whole)
+    estimator = load_advantage_estimator(settings)
+    assert estimator.of_turns
+    monkeypatch.setattr(
+        "megavlm.training.advantages.load_advantage_estimator",
+        lambda settings: replace(estimator, of_turns=False),
+    )
+    expected = with_advantages([grown], settings, is_whole=is_whole)
+    for a, b in zip(segments_of(found), segments_of(expected), strict=True):
+        assert a.columns is not None and b.columns is not None
+        assert a.columns.advantages is not None and b.columns.advantages is not None
+        assert a.columns.advantages.equal(b.columns.advantages) and a.columns.rows is None
+
+
+def prompt_of(place: int, said: Sequence[int] = ()) -> Prompt:
+    ids = torch.tensor([1, 2, 3, 100 + place][: 3 + bool(place)] + [*said, 99] * bool(said))
+    row = Row(0, "", "", (), "", "row")
+    return Prompt(row, ids, tuple(ids.tolist()), text_positions(len(ids), 0), len(ids), ())
+
+
+def segments_of(minibatches: list[list[Tree]]) -> list[Segment]:
+    return [
+        segment
+        for trees in minibatches
+        for tree in trees
+        for segment in tree.segments
+        if segment.is_target
+    ]
