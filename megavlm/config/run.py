@@ -26,9 +26,9 @@ class RunConfig(Section):
     run."""
 
     record_rollouts: bool = False
-    """Write each step's groups to a file in RUN_DIR/rollouts before they are trained on: tokens,
-    log-probs, weight versions, rewards and turns, about 8 bytes per sampled token. Images of the
-    data are referenced by their row; images that an environment made are written.
+    """Write each step's groups to a file in RUN_DIR/rollouts before the step's first update:
+    tokens, log-probs, weight versions, rewards and turns, about 8 bytes per sampled token. Images
+    of the data are referenced by their row; images that an environment made are written.
     `rollout.replay` trains on the recorded groups."""
 
     trackers: tuple[str, ...] = ()
