@@ -23,7 +23,13 @@ from megavlm.training.step.rank_batch import RankBatch
 from megavlm.training.step.step_plan import StepPlan
 from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.training.train_state import TrainState
-from megavlm.training.waves import ArrivedWaves, StepGroups, done_early, waves_of_step
+from megavlm.training.waves import (
+    ArrivedWaves,
+    StepGroups,
+    done_early,
+    wave_tokens,
+    waves_of_step,
+)
 from megavlm.weight_sync.sync import WeightSync
 
 
@@ -96,9 +102,7 @@ class PolicyTrainer(BaseTrainer):
             return None
         tokens = None
         if self.early != "nothing":
-            # A round of packs on every data rank, as many as fill a pipeline.
-            ranks = state.mesh.data_size * state.mesh.layout.pipeline
-            tokens = ranks * state.config.data.pack_tokens
+            tokens = wave_tokens(state.config, state.mesh.data_size)
         waves = waves_of_step(
             driver.source,
             self.settings.prompts_per_step,

@@ -53,6 +53,13 @@ def done_early(config: Config) -> Early:
     return "passes" if estimator.whiten else "gradients"
 
 
+def wave_tokens(config: Config, data_size: int) -> int:
+    """Return the least tokens of a wave: a round of packs on every data rank, as many as fill a
+    pipeline.
+    """
+    return data_size * config.parallel.pipeline * config.data.pack_tokens
+
+
 class StepGroups:
     """The groups of a step on the driver, as they arrive.
 

@@ -148,7 +148,12 @@ class ServerModel:
         return (encoded + self.per_token * work.prompt / self.rates.flops) / self.ranks
 
     def rollout_seconds(self, work: StepWork, num_prompts: int) -> float:
-        """Return the seconds to answer `num_prompts` prompts that arrive together.
+        """Return the seconds to answer `num_prompts` prompts that arrive together."""
+        return self.group_seconds(work, num_prompts)[-1]
+
+    def group_seconds(self, work: StepWork, num_prompts: int) -> list[float]:
+        """Return the seconds after which each of `num_prompts` prompts that arrive together is
+        answered, ascending.
 
         A response starts when the server has room for it, in the order of prompts. Its prompt is
         computed first, and nothing else meanwhile. A group is in flight until its longest response
@@ -159,6 +164,7 @@ class ServerModel:
         running: list[tuple[int, int, int]] = []  # step of the end, step of the start, group
         left: dict[int, int] = {}  # responses of each group in flight that have not ended
         seconds, step, starts = 0.0, 0, 0  # starts: sum of the running responses' first steps
+        ends: list[float] = []
         while waiting or running:
             while waiting and len(running) < most:
                 group = waiting[0][0] // work.responses
@@ -179,7 +185,8 @@ class ServerModel:
                 left[group] -= 1
                 if not left[group]:
                     del left[group]
-        return seconds
+                    ends.append(seconds)
+        return ends
 
 
 def _in_flight(config: Config, image_tokens: float) -> int:

@@ -2,11 +2,12 @@
 
 FLOPs come from `models.cost` and the output layer, bytes from the weight-sync plan and the layout,
 the rollout from `capacity.serving`. Nothing is assumed to overlap, except rollouts and training
-where `rollout.max_staleness` is above 0. `Rates` has the assumptions about the hardware. Not
-covered: rewards, data, scattering of packs, copies of the reference's weights, and a separate
-critic.
+where `rollout.max_staleness` is above 0, and what is done early with `rollout.overlap`. `Rates` has
+the assumptions about the hardware. Not covered: rewards, data, scattering of packs, copies of the
+reference's weights except for each wave of groups, and a separate critic.
 """
 
+from bisect import bisect_right
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +32,7 @@ from megavlm.run.capacity.work import StepWork
 from megavlm.training.step.balance import TreeSize
 from megavlm.training.step.pack_plan import Schedule, costs_of, plan_packs
 from megavlm.training.step.step_plan import schedule_of
+from megavlm.training.waves import done_early, wave_tokens
 from megavlm.weight_sync.ownership import numel
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.update import SyncSettings
@@ -60,18 +62,23 @@ class StepModel:
         self._entries, self._architecture = parts.mapping(hf_config), parts.architecture(hf_config)
         self._options = ModelOptions.from_config(config)
         self._cost = ModelCost.of(self._entries, self._architecture)
+        self._planned: dict[int, list[list[float]]] = {}  # packs, by the number of trees
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase, and of the step as `total`: their sum, or with
-        `rollout.max_staleness` the longer of rollout and training, and the sync.
+        `rollout.max_staleness` the longer of rollout and training, and the sync. With
+        `rollout.overlap` some of the training is done during the rollout.
         """
-        phases = {"rollout": self.rollout, **self.training(), "sync": self._sync()}
+        training = self.training()
+        phases = {"rollout": self.rollout, **training, "sync": self._sync()}
         rollout = self._config.rollout
         if rollout.colocate:
             phases["switch"] = self._switch()
         total = sum(phases.values())
         if rollout.max_staleness:
             total -= min(self.rollout, total - self.rollout - phases["sync"])
+        elif early := self.early():
+            total += self.waves_end(early) - self.rollout - early
         return phases | {"total": total}
 
     def training(self) -> dict[str, float]:
@@ -86,6 +93,36 @@ class StepModel:
             "old log-probs": forward * old,
             "update": self._update(),
         }
+
+    def early(self) -> float:
+        """Return the seconds of the training that is done in waves; see `done_early`."""
+        how, algorithm, training = done_early(self._config), self._config.algorithm, self.training()
+        assert isinstance(algorithm, PolicyOptimization)
+        if how == "nothing":
+            return 0.0
+        update = self._passes() / algorithm.minibatches if how == "gradients" else 0.0
+        return sum(training.values()) - training["update"] + update
+
+    def waves_end(self, early: float) -> float:
+        """Return the seconds from the start of the rollout to the end of the last wave. early:
+        Seconds of all waves' work, as balanced as a minibatch.
+        """
+        algorithm, step = self._config.algorithm, self.step
+        assert isinstance(algorithm, PolicyOptimization)
+        ends = self.server.group_seconds(step, self.prompts_per_server)
+        arrivals = sorted(ends * self._num_servers)[-step.prompts :]
+        least = -(-wave_tokens(self._config, self._data_size) * step.prompts // step.tokens)
+        # The reference's weights are loaded, and the policy's saved and loaded.
+        copied = 3 * max(stage.weights for stage in self.memory.stages) / self.rates.host
+        overhead = 0.0 if self._config.lora.rank or not algorithm.kl_coefficient else copied
+        free, taken = 0.0, 0
+        while taken < step.prompts:
+            start = max(free, arrivals[min(taken + least, step.prompts) - 1])
+            arrived = bisect_right(arrivals, start)
+            balance = self._over_ideal(arrived - taken) / self.over_ideal
+            free = start + overhead + early * balance * (arrived - taken) / step.prompts
+            taken = arrived
+        return free
 
     @property
     def forward_flops(self) -> float:
@@ -150,7 +187,7 @@ class StepModel:
         """Return the bytes that a GPU sends over the tensor, context and expert axes in a forward
         pass over the step's tokens, and for gradients and weights in an update.
         """
-        parallel, data = self._config.parallel, self._world_size // self._config.parallel.model_size
+        parallel, data = self._config.parallel, self._data_size
         layers = self._architecture["num_layers"] / parallel.pipeline
         hidden, itemsize = self._text.hidden_size, self._options.dtype.itemsize
         moved = self.step.tokens / data / parallel.context * hidden * itemsize * layers
@@ -172,8 +209,11 @@ class StepModel:
         prompts, waiting ranks and pipeline bubbles, as the step is planned, with all responses of
         mean length.
         """
-        data = self._world_size // self._config.parallel.model_size
-        return self._schedule.time(self.packs) * data / (self._num_trees * self._tree_size.cost)
+        return self._over_ideal(self._num_trees)
+
+    def _over_ideal(self, num_trees: int) -> float:
+        ideal = num_trees * self._tree_size.cost / self._data_size
+        return self._schedule.time(self._packs(num_trees)) / ideal
 
     @property
     def bubble(self) -> float:
@@ -182,13 +222,21 @@ class StepModel:
             self.packs
         )
 
-    @cached_property
+    @property
     def packs(self) -> list[list[float]]:
         """Cost of each pack of each data rank in a minibatch."""
-        trees = [self._tree_size] * self._num_trees
-        data = self._world_size // self._config.parallel.model_size
-        most = self._config.data.pack_tokens
-        return costs_of(plan_packs(trees, data, most, self._schedule))
+        return self._packs(self._num_trees)
+
+    def _packs(self, num_trees: int) -> list[list[float]]:
+        if num_trees not in self._planned:
+            trees, most = [self._tree_size] * num_trees, self._config.data.pack_tokens
+            planned = costs_of(plan_packs(trees, self._data_size, most, self._schedule))
+            self._planned[num_trees] = planned
+        return self._planned[num_trees]
+
+    @property
+    def _data_size(self) -> int:
+        return self._world_size // self._config.parallel.model_size
 
     @property
     def _num_trees(self) -> int:
@@ -214,18 +262,21 @@ class StepModel:
 
     def _update(self) -> float:
         """Return the seconds of forward, backward, recomputation and gradient reduction."""
-        recompute = self._config.recompute
-        mlp = self._flops_share("mlp", "experts")
-        again = {"none": 0.0, "full": 1.0, "selective": mlp}[recompute.language]
-        if recompute.language == "selective" and not {"mlp", "moe"} & set(recompute.modules):
-            again = 0.0
-        passes = self._forward(3 + again, 2.5 + (recompute.language == "full"))
         algorithm = self._config.algorithm
         assert isinstance(algorithm, PolicyOptimization)
         exchanged = self.exchanged()["gradients"] / self.rates.link(self._world_size)
         if self._config.optimizer.offload:  # to the GPU and back
             exchanged += 2 * max(stage.step for stage in self.memory.stages) / self.rates.host
-        return passes + algorithm.minibatches * exchanged
+        return self._passes() + algorithm.minibatches * exchanged
+
+    def _passes(self) -> float:
+        """Return the seconds of forward, backward and recomputation."""
+        recompute = self._config.recompute
+        mlp = self._flops_share("mlp", "experts")
+        again = {"none": 0.0, "full": 1.0, "selective": mlp}[recompute.language]
+        if recompute.language == "selective" and not {"mlp", "moe"} & set(recompute.modules):
+            again = 0.0
+        return self._forward(3 + again, 2.5 + (recompute.language == "full"))
 
     def _flops_share(self, *names: str) -> float:
         """Return the share of parts of the layers in the FLOPs of a token."""
