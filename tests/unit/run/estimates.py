@@ -134,11 +134,28 @@ def tables(folder: Path) -> list[str]:
                 f"{model.received / GB:.1f} GB in {model.sync_rounds}",
             ]
         )
-    return [*_table(times), "", *_table(sizes), "", *_table(published(folder))]
+    rows = times, sizes, waves(folder), published(folder)
+    return [line for table in rows for line in (*_table(table), "")]
 
 
 def _cells(seconds: dict[str, float]) -> list[str]:
     return [f"{seconds[x]:.1f}" if x in seconds else "" for x in PHASES]
+
+
+def waves(folder: Path) -> list[list[str]]:
+    """Return the rows of 7B's steps with and without rollout.overlap, by the mean response."""
+    rows = [["", "mean response", "one wave", "overlap", "overlap, 64 in flight", "rollout then"]]
+    keys = (), ("rollout.overlap=true",), ("rollout.overlap=true", "rollout.concurrency=64")
+    for set_up in SET_UPS[:2]:
+        for mean in (1024, 350, 200):
+            found = []
+            for more in keys:
+                given = replace(set_up, overrides=(*set_up.overrides, *more))
+                work = replace(StepWork.of(*resolved(given, folder)), response=mean)
+                found.append(modelled(given, folder, step=work).seconds())
+            totals = [f"{seconds['total']:.1f}" for seconds in found]
+            rows.append([set_up.name, f"{mean:,}", *totals, f"{found[-1]['rollout']:.1f}"])
+    return rows
 
 
 # EasyR1 v0.3.2, assets/baselines.md: 2,000 tokens/s on each of 8 GPUs for 120 s are 750 tokens for

@@ -96,6 +96,9 @@ def test_a_rollout_is_the_sum_of_its_decoding_steps(
     model = replace(model, concurrency=concurrency, cache=cached * model.token)
     expected = by_tokens(model, WORK)
     assert model.rollout_seconds(WORK, WORK.prompts) == pytest.approx(expected, rel=1e-6)
+    ends = model.group_seconds(WORK, WORK.prompts)
+    assert len(ends) == WORK.prompts and ends == sorted(ends)
+    assert ends[-1] == model.rollout_seconds(WORK, WORK.prompts)
 
 
 def test_images_hold_places_only_below_the_recipe_s_bound(tmp_path: Path) -> None:
