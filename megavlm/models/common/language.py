@@ -29,7 +29,7 @@ from megavlm.models.common.attention import GatedSelfAttention, TreeAttention
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.deepstack import DeepStackLayer
 from megavlm.models.common.pack_layout import PackLayout
-from megavlm.models.common.routing_replay import ReplayingMoELayer
+from megavlm.models.common.routing_replay import ExpertsSpec
 from megavlm.models.linear_attention.gated_delta_net import (
     GatedDeltaNet,
     GatedDeltaNetSubmodules,
@@ -187,7 +187,7 @@ def layer_specs(
     first = get_transformer_layer_offset(config, chunk, stage)
     count = get_num_layers_to_build(config, chunk, stage)
     kinds = layer_kinds(config)
-    specs = {kind: _layer_spec(config, kind) for kind in set(kinds)}
+    specs = {kind: _layer_spec(config, kind, groups) for kind in set(kinds)}
     return TransformerBlockSubmodules(
         layer_specs=[specs[kind] for kind in kinds[first : first + count]],
         layer_norm=_final_norm(),
@@ -212,7 +212,9 @@ def layer_kinds(config: TransformerConfig) -> list[LayerKind]:
     return [LayerKind(bool(x), bool(y)) for x, y in zip(experts, linear, strict=True)]
 
 
-def _layer_spec(config: LanguageConfig, kind: LayerKind) -> ModuleSpec:
+def _layer_spec(
+    config: LanguageConfig, kind: LayerKind, groups: ProcessGroupCollection
+) -> ModuleSpec:
     experts = config.num_moe_experts if kind.has_experts else None
     if platform.has_gpu():
         layer = get_gpt_layer_with_transformer_engine_spec(
@@ -232,7 +234,7 @@ def _layer_spec(config: LanguageConfig, kind: LayerKind) -> ModuleSpec:
         parts.sharded_state_dict_keys_map = _norm_keys(kind)
     layer.module = DeepStackLayer
     if kind.has_experts:
-        layer.submodules.mlp.module = ReplayingMoELayer
+        layer.submodules.mlp = ExpertsSpec.of(layer.submodules.mlp, groups)
     attention = layer.submodules.self_attention
     attention.submodules.core_attention = TreeAttention
     if config.attention_output_gate:

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megavlm.data.routes import Routes
@@ -69,3 +71,19 @@ class ReplayingMoELayer(MoELayer):
         if self._recomputes:
             return checkpoint(compute, False, hidden_states)
         return compute(hidden_states)
+
+
+class ExpertsSpec(NamedTuple):
+    """Spec of a ReplayingMoELayer. It is no ModuleSpec, because to one of a class that it does not
+    know megatron-core passes no process groups.
+    """
+
+    module: type[MoELayer]
+    params: dict[str, Any]
+    submodules: Any
+
+    @classmethod
+    def of(cls, spec: ModuleSpec, groups: ProcessGroupCollection) -> Self:
+        """Return the spec for megatron-core's spec of a layer of experts."""
+        params = {**spec.params, "pg_collection": groups}
+        return cls(ReplayingMoELayer, params, spec.submodules)
