@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -17,7 +17,7 @@ from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.requests import RequestLimits
-from megavlm.inference.server import HOST, ManagedServer
+from megavlm.inference.server import HOST, ManagedServer, own_address
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.memory import TAGS, ServerMemory
@@ -35,9 +35,11 @@ from megavlm.inference.server_process import ADMIN_KEY, API_KEY
 from megavlm.observability.progress import Progress
 from megavlm.observability.records import SERVERS_FILE
 from megavlm.parallel import platform
-from megavlm.parallel.mesh import Mesh, own_address
 from megavlm.parallel.watchdog import SERVERS_GROUP
 from megavlm.process import allow_open_files
+
+if TYPE_CHECKING:  # megatron-core, which commands without a model do not import
+    from megavlm.parallel.mesh import Mesh
 
 TOKEN_SECONDS = 0.1  # added to rollout.request_timeout per token of a response
 IMAGE_TOKENS = {"cuda": 2**20, "cpu": 8192}  # rollout.image_tokens by device
@@ -154,7 +156,7 @@ def server_handles(
 
 @contextmanager
 def servers_of_nodes(
-    config: Config, model_folder: str | Path, mesh: Mesh, timeout: timedelta
+    config: Config, model_folder: str | Path, mesh: "Mesh", timeout: timedelta
 ) -> Iterator[Sequence[RemoteServer]]:
     """Within the context, the first rank of each node but rank 0's runs the node's servers at rank
     0's orders. Yields all of them on rank 0, and nothing on other ranks. Collective.

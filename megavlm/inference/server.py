@@ -113,6 +113,15 @@ class ManagedServer(ServerProcess):
         )
 
 
+def own_address(peer: str) -> str:
+    """Return the address of this machine that is on the way to another, given by name or number."""
+    found = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)
+    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
 def free_port() -> int:
     """Return a TCP port on which nothing on this machine listens now."""
     with socket.socket() as probe:

@@ -1,7 +1,6 @@
 """Mesh of ranks: the number of ranks on each axis, and megatron-core's process groups."""
 
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -127,15 +126,6 @@ def init_distributed(timeout: timedelta = TIMEOUT) -> None:
         dist.init_process_group(
             platform.backend(), store=store, rank=0, world_size=1, timeout=timeout
         )
-
-
-def own_address(peer: str) -> str:
-    """Return the address of this machine that is on the way to another, given by name or number."""
-    found = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)
-    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 def own_store() -> dist.Store:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -61,6 +62,34 @@ def test_nothing_changes_bit_by_bit(folder: Path, layout: str) -> None:
         assert norms == other_norms and norms[0] > 0
         for one, other in zip(parameters, others, strict=True):
             assert np.array_equal(one, other)
+
+
+def switches(folder: Path, ranks: Ranks, away: bool) -> tuple[Any, int]:
+    """Make two updates, with thirty switches before each. Returns the parameters, and by how many
+    bytes the process grew in the last twenty switches.
+    """
+    run = start(folder, ranks, frozen=True, settings=SETTINGS)
+    parts, sizes = trainer_memory(run.updater), []
+    for _ in range(2):
+        for _ in range(30 * away):
+            for part in parts.values():
+                part.to_host()
+            for part in reversed(parts.values()):
+                part.to_device()
+            sizes.append(psutil.Process().memory_info().rss)
+        run.forward_backward(run.features())
+        run.updater.step()
+    return run.parameters(), sizes[-1] - sizes[-20] if away else 0
+
+
+def test_sixty_switches_change_nothing_and_take_no_more_memory(folder: Path) -> None:
+    ranks = LAYOUTS["DP2"]
+    stayed = launch(ranks.world_size, switches, folder, ranks, False)
+    went = launch(ranks.world_size, switches, folder, ranks, True)
+    for (parameters, _), (others, grown) in zip(stayed, went, strict=True):
+        pairs = zip(parameters, others, strict=True)
+        assert all(np.array_equal(one, other) for one, other in pairs)
+        assert grown < 2**22, "a model that is left behind at each switch would take 100 MB"
 
 
 def offloaded(folder: Path, ranks: Ranks) -> Any:

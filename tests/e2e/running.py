@@ -56,10 +56,10 @@ class Running:
 
 
 @contextmanager
-def running(recipe: Path, run_dir: Path) -> Iterator[Running]:
+def running(recipe: Path, run_dir: Path, *options: str) -> Iterator[Running]:
     """Start a run of the recipe, which is waited for at the end, and killed if the test fails."""
     with subprocess.Popen(
-        [sys.executable, "-m", "megavlm", "train", str(recipe)],
+        [sys.executable, "-m", "megavlm", "train", str(recipe), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

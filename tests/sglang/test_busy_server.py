@@ -60,8 +60,8 @@ def test_a_busy_server_lives_and_a_stopped_one_restarts(
         watcher.join()
         assert was_busy.is_set() and response.is_complete
         assert pool.record(url).state is State.HEALTHY and pool.record(url).restarts == 0
-        assert server.pid is not None
-        os.killpg(server.pid, signal.SIGSTOP)
+        assert server._process is not None
+        os.killpg(server._process.pid, signal.SIGSTOP)
         while pool.record(url).restarts == 0 or pool.record(url).state is State.STARTING:
             time.sleep(0.1)
         assert pool.record(url).state is State.HEALTHY

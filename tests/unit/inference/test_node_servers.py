@@ -17,10 +17,11 @@ import pytest
 from megavlm.config.load import load
 from megavlm.inference.connect import server_handles, servers_of_nodes
 from megavlm.inference.errors import RolloutServerError
+from megavlm.inference.server import own_address
 from megavlm.inference.server_pool import supervisor
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import State
-from megavlm.parallel.mesh import build_mesh, own_address
+from megavlm.parallel.mesh import build_mesh
 from tests.support.fork import launch
 from tests.support.server_pools import POLICY, push, state, wait_for
 from tests.unit.inference.test_server_pool import STUB
@@ -52,21 +53,23 @@ def on_nodes(recipe: Path, stub: str, work: Work) -> Any:
             return work(recipe, pool, lines)
 
 
-def servers_of(recipe: Path) -> list[psutil.Process]:
-    """Return the first processes of servers whose output goes to the recipe's run directory."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
+def servers_of(run_dir: Path) -> dict[Path, psutil.Process]:
+    """Return the first process of each server of a run, by its log."""
+    found = {}
+    for process in psutil.process_iter():
         with suppress(OSError, psutil.Error):
             log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
-            is_first = "server_main.py" not in " ".join(psutil.Process(process.ppid()).cmdline())
-            if log.parent == recipe.parent / "run" and is_first:
-                found.append(process)
+            parent = psutil.Process(process.ppid())  # of the reaper, a server's first process
+            first, other = (" ".join(one.cmdline()) for one in (process, parent))
+            if log.parent == run_dir and "server_main" in first and "server_main" not in other:
+                found[log] = process
     return found
 
 
 def first_process(recipe: Path, url: str) -> psutil.Process:
     port = url.rpartition(":")[2]
-    return next(process for process in servers_of(recipe) if port in process.cmdline())
+    servers = servers_of(recipe.parent / "run").values()
+    return next(process for process in servers if port in process.cmdline())
 
 
 def describe(recipe: Path, pool: ServerPool, lines: list[str]) -> Any:
@@ -87,7 +90,7 @@ def test_rank_0_routes_to_the_servers_of_all_nodes(recipe: Path) -> None:
     assert local == [True, True, False, False, False, False], "paths are for rank 0's node alone"
     assert logs == [f"rollout_server_node{n}_{i}.log" for n in range(3) for i in range(2)]
     assert keys == 6 and not shown
-    assert not servers_of(recipe)
+    assert not servers_of(recipe.parent / "run")
 
 
 def kill_one(recipe: Path, pool: ServerPool, lines: list[str]) -> Any:
@@ -111,7 +114,7 @@ def test_a_server_is_started_again_on_its_node_when_servers_may_have_memory(reci
     events = ("died", "answers and waits for weights")
     assert lines == [f"rollout server {url} {event}" for event in events]
     assert "ended with exit code -9" in first
-    assert not servers_of(recipe)
+    assert not servers_of(recipe.parent / "run")
 
 
 def fail_to_start(recipe: Path, pool: ServerPool, lines: list[str]) -> str:
@@ -130,7 +133,7 @@ def test_a_server_of_another_node_that_does_not_start_ends_the_run(recipe: Path)
     error, other = launch(2, starts, recipe)
     assert "ended with exit code 1; the end of" in error and "no such model" in error
     assert "rollout_server_node1_" in error and other == ""
-    assert not servers_of(recipe)
+    assert not servers_of(recipe.parent / "run")
 
 
 def lose_node(recipe: Path, pool: ServerPool, lines: list[str]) -> str:
@@ -158,7 +161,7 @@ def test_the_loss_of_a_node_ends_the_run_and_its_servers(recipe: Path, tmp_path:
         launch(2, lost, recipe, tmp_path)
     error = (tmp_path / "error").read_text()
     assert error.startswith("rank 1, which runs the rollout servers of node 1, is gone")
-    wait_for(lambda: not servers_of(recipe))
+    wait_for(lambda: not servers_of(recipe.parent / "run"))
 
 
 def test_the_way_to_another_machine() -> None:
