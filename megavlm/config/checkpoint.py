@@ -23,7 +23,7 @@ POLICY = (
     "stale_share", "stale_steps", "dropped_groups", "timed_out_groups", "servers_idle",
     "waves", "trainer_idle_share",
     "rollout_max_difference",
-    "kl_coefficient", "sync_bytes", "sync_tensors", "sync_checked", "sync_servers",
+    "kl_coefficient", "sync_bytes", "sync_seconds", "sync_tensors", "sync_checked", "sync_servers",
 )  # fmt: skip
 CRITIC = ("value_loss", "value_clip_share", "value_mean", "explained_variance")
 # Prefixes of names that end in a category, a part, a phase or a user-defined name.

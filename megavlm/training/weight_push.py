@@ -92,7 +92,8 @@ class WeightPusher:
     def switch_memory(self, phase: MemoryPhase) -> None:
         """Load the memory of `phase` on shared GPUs; do nothing if GPUs are not shared."""
         if self.memory is not None:
-            self.memory.switch(phase)
+            with self._state.phases("switch"):
+                self.memory.switch(phase)
 
     def take_reports(self) -> list[SyncReport]:
         """Return the reports of all pushes since the last call."""

@@ -109,6 +109,7 @@ def sync_metrics(reports: Sequence[SyncReport]) -> dict[str, float]:
     if not reports:
         return {}
     return {
+        "sync_seconds": sum(report.seconds for report in reports),
         "sync_bytes": float(sum(report.bytes for report in reports)),
         "sync_tensors": float(sum(report.tensors for report in reports)),
         "sync_checked": float(sum(report.checked for report in reports)),

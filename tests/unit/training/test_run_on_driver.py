@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megavlm.inference.errors import ServersFailed, TrainerFault, WeightSyncError
 from megavlm.inference.server_pool.state import State
+from megavlm.observability.phases import Phases
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.colocate import SharedMemory
 from megavlm.training.driver import Driver
@@ -55,7 +56,7 @@ def pusher(*errors: WeightSyncError, keeps_weights: bool | None = None) -> Any:
     """
     is_driver = dist.get_rank() == 0
     mesh = SimpleNamespace(objects=None, is_driver=is_driver)
-    state: Any = SimpleNamespace(step=3, mesh=mesh)
+    state: Any = SimpleNamespace(step=3, mesh=mesh, phases=Phases())
     server_pool: Any = ServerPool() if is_driver else None
     sync: Any = Sync(errors)
     memory = None

@@ -317,6 +317,7 @@ def test_measures_are_of_all_pushes_of_a_step() -> None:
     second = SyncReport(seconds=1.0, bytes=5, tensors=1, checked=0, servers=2)
     assert sync_metrics([]) == {}
     assert sync_metrics([first, second]) == {
+        "sync_seconds": 2.0,
         "sync_bytes": 15,
         "sync_tensors": 3,
         "sync_checked": 4,
