@@ -434,7 +434,7 @@ def _run(
     from megavlm.run.launcher import ONE_NODE, run_workers
 
     nodes = nodes or ONE_NODE
-    num_ranks = 1 if phase == "rollout" else nodes.ranks_of_each(config.parallel.num_ranks)
+    num_ranks = 1 if phase == "rollout" else nodes.ranks_of_each(world_size)
     raise typer.Exit(run_workers([phase, str(recipe), *overrides], num_ranks, nodes))
 
 

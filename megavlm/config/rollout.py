@@ -240,7 +240,8 @@ class Rollout(Section):
                 shown = list(value) if isinstance(value, tuple) else shown
                 raise ValueError(
                     f"rollout.{key}={shown} is for servers that megavlm starts, but "
-                    "rollout.mode=external starts none: remove it, or set rollout.mode=managed"
+                    "rollout.mode=external starts none: remove it, or set rollout.mode=managed "
+                    "(for a Slurm job --rollout-nodes 0)"
                 )
         if self.router is not None:
             _check_url("router", self.router)

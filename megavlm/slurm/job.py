@@ -16,7 +16,7 @@ class Job:
         Option(
             min=0,
             help="Number of nodes, the last ones, that run SGLang servers. With 0 the recipe needs "
-            "no servers, or the trainer starts them (rollout.colocate).",
+            "no servers, or the trainer starts them on its own nodes (rollout.colocate).",
         ),
     ] = 1
     gpus_per_node: Annotated[

@@ -2,8 +2,9 @@
 # with a recipe and overrides as arguments. It runs on the first node of the job.
 #
 # The last ROLLOUT_NODES nodes run SGLang servers, as many of rollout.tensor_parallel GPUs as fit on a
-# node, or one over several whole nodes; the other nodes run a rank for each GPU. In a heterogeneous job
-# the second component runs the servers, with ROLLOUT_GPUS_PER_NODE GPUs on each node.
+# node, or one over several whole nodes; the other nodes run a rank for each GPU. With ROLLOUT_NODES=0
+# the trainer starts the servers on its own nodes (rollout.colocate). In a heterogeneous job the second
+# component runs the servers, with ROLLOUT_GPUS_PER_NODE GPUs on each node.
 #
 # The batch script may set two arrays before: srun_options (for a container by pyxis, say), and
 # in_container, the words before each program (apptainer exec ...).
@@ -133,8 +134,8 @@ trap stop_servers EXIT
 
 on "${trainers[@]}"
 # Nodes that stop end a moment apart, each with its code; those that hang have two minutes.
-SLURM_KILL_BAD_EXIT=0 SLURM_WAIT=120 MEGAVLM_NODES=$trainer_nodes MEGAVLM_MASTER="${nodes[0]}:$((port + 19))" \
-    "${step[@]}" megavlm train "$recipe" "${given[@]}" &
+SLURM_KILL_BAD_EXIT=0 SLURM_WAIT=120 WORLD_SIZE=$((trainer_nodes * gpus)) MEGAVLM_NODES=$trainer_nodes \
+    MEGAVLM_MASTER="${nodes[0]}:$((port + 19))" "${step[@]}" megavlm train "$recipe" "${given[@]}" &
 trainer=$!
 # Slurm's warning before the time limit (#SBATCH --signal=B:USR1@...) comes to this shell alone; srun
 # passes it to the trainer's ranks, which finish the step and save.

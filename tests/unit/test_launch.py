@@ -109,6 +109,7 @@ def test_slurm_fills_the_last_node_with_servers_and_trains_on_the_others(
         "2",
         f"node0:{port + 19}",
     )
+    assert environment["WORLD_SIZE"] == "16", "a rank for each GPU, whatever the recipe's axes"
     api_key, admin_key = (environment[key] for key in KEYS)
     assert len({api_key, admin_key}) == 2 and len(api_key) == 64
     words, variables = notes.with_name("notes.servers.node2").read_text().splitlines()
