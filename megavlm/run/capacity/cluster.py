@@ -1,10 +1,9 @@
 """`megavlm plan --cluster`: splits GPUs between trainer and servers, for the least modelled step.
 
-It tries trainer and servers on the same GPUs (on one node) and on
-their own, by whole nodes if there is more than one. For each number of trainer GPUs it tries powers
-of two for the tensor and expert axes with each kind of recomputation, and for each number of
-serving GPUs powers of two for the servers' tensor parallelism. The recipe's pipeline and context
-axes are kept: --search varies those.
+It tries trainer and servers on the same GPUs and on their own, by whole nodes if there is more than
+one. For each number of trainer GPUs it tries powers of two for the tensor and expert axes with each
+kind of recomputation, and for each number of serving GPUs powers of two for the servers' tensor
+parallelism. The recipe's pipeline and context axes are kept: --search varies those.
 """
 
 from collections.abc import Iterator
@@ -56,10 +55,11 @@ class Split:
     @property
     def start(self) -> str:
         """Options of the command that starts it."""
-        nodes = (self.trainers + self.serving) // NODE
-        if self.colocate or nodes < 2:
+        serving = 0 if self.colocate else self.serving
+        nodes = (self.trainers + serving) // NODE
+        if nodes < 2:
             return "megavlm train RECIPE"
-        return f"megavlm launch RECIPE --nodes {nodes} --rollout-nodes {self.serving // NODE}"
+        return f"megavlm launch RECIPE --nodes {nodes} --rollout-nodes {serving // NODE}"
 
 
 def cluster_plan(
@@ -97,8 +97,7 @@ def splits(
         )
     unit = NODE if num_gpus > NODE else 1
     kinds = [(trainers, False) for trainers in range(unit, num_gpus, unit)]
-    if num_gpus <= NODE:
-        kinds.append((num_gpus, True))
+    kinds.append((num_gpus, True))
     known: dict[tuple[str, ...], list[EqualRanks]] = {}
     found = []
     for number, (trainers, colocate) in enumerate(kinds):
@@ -168,7 +167,8 @@ def _servers(
     for size in powers(min(NODE, serving)):
         if serving % size or heads % size:
             continue
-        keys = (f"rollout.tensor_parallel={size}", *_mode(serving // size, colocate, nodes))
+        count = (NODE if colocate and nodes else serving) // size
+        keys = (f"rollout.tensor_parallel={size}", *_mode(count, colocate, nodes))
         try:
             config = load(*keys)
         except ValueError:
@@ -183,10 +183,10 @@ def _servers(
 
 
 def _mode(count: int, colocate: bool, nodes: bool) -> Keys:
-    """Return the overrides that start `count` servers: on other nodes, or on this one, where they
-    may share the trainer's GPUs.
+    """Return the overrides that start `count` servers: on the trainer's GPUs, of which each node
+    has its own, on other GPUs of the node, or on other nodes.
     """
-    if nodes:
+    if nodes and not colocate:
         urls = ",".join(f"'http://later{number}:1'" for number in range(count))
         managed = "rollout.servers=1", "rollout.colocate=false"
         return (

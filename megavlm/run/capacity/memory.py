@@ -22,10 +22,12 @@ from megavlm.run.capacity.weight_updates import server_layout, stored_bytes
 GB = 1e9
 GPU = 80 * GB
 # Assumptions, to be replaced by measurements. OVERHEAD: CUDA context, NCCL's buffers, kernels'
-# workspaces and fragmentation. SERVER_RESIDUE: memory that a server keeps when its weights and
-# cache are released. EXPERT_IMBALANCE: tokens of the busiest expert rank over the mean.
-# LEAST_CACHE: smallest KV cache with which a server is worth starting.
-OVERHEAD, SERVER_RESIDUE, EXPERT_IMBALANCE, LEAST_CACHE = 6 * GB, 4 * GB, 1.5, 5 * GB
+# workspaces and fragmentation. SERVER_RESIDUE: memory that a server keeps when its weights, cache
+# and graphs are released. GRAPHS: memory of its CUDA graphs. EXPERT_IMBALANCE: tokens of the
+# busiest expert rank over the mean. LEAST_CACHE: smallest KV cache with which a server is worth
+# starting.
+OVERHEAD, SERVER_RESIDUE, GRAPHS = 6 * GB, 3 * GB, 1 * GB
+EXPERT_IMBALANCE, LEAST_CACHE = 1.5, 5 * GB
 BUDGET = 0.9  # usable share of a trainer's GPU: this model may be off by a tenth
 SGLANG_FRACTION = 0.7  # SGLang's own choice for a model with a tower on a GPU of 80 GB
 
@@ -75,7 +77,7 @@ class ServerRankMemory:
 
     @property
     def total(self) -> float:
-        return self.budget + SERVER_RESIDUE + self.others
+        return self.budget + SERVER_RESIDUE + GRAPHS + self.others
 
     @property
     def cache(self) -> float:
@@ -118,6 +120,13 @@ class RunMemory:
     def fullest(self) -> float:
         """Return the bytes on the trainer's fullest GPU."""
         return max(stage.total for stage in self.stages)
+
+    @property
+    def away(self) -> float:
+        """Bytes that a trainer's GPU moves to the host before colocated servers generate. Gradients
+        are dropped, because they start from zero.
+        """
+        return max(stage.weights + stage.optimizer for stage in self.stages)
 
     def problems(self) -> Iterator[str]:
         """Yield a sentence for each part that does not fit a GPU."""

@@ -11,8 +11,9 @@ from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
 from megavlm.models.cost import LANGUAGE_SHARE
 from megavlm.run.capacity.memory import GB, GPU, OVERHEAD, RunMemory
-from megavlm.run.capacity.rates import LOW_RATES, LOW_SHARE, PUBLISHED_MFU, Rates
+from megavlm.run.capacity.rates import LOW_RATES, LOW_SHARE, NODE, PUBLISHED_MFU, Rates
 from megavlm.run.capacity.time import StepModel
+from megavlm.run.capacity.weight_updates import num_servers
 
 COLUMNS = (
     "weights", "gradients", "optimizer", "step", "activations", "logits", "features", "encoding",
@@ -65,7 +66,7 @@ def step_model(
     config: Config, hf_config: Any, world_size: int, memory: RunMemory, rates: Rates | None = None
 ) -> StepModel:
     """Return the model of a step with the recipe's servers."""
-    servers = len(config.rollout.urls) or config.rollout.servers
+    servers = num_servers(config, world_size)
     return StepModel(config, hf_config, world_size, servers, rates, memory)
 
 
@@ -116,7 +117,7 @@ def _ranks(config: Config, world_size: int) -> Iterator[str]:
         yield f"  {'experts':9} {experts}, each cut over {parallel.expert_tensor}"
     rollout = config.rollout
     if isinstance(config.algorithm, PolicyOptimization):
-        count = len(rollout.urls) or rollout.servers
+        count = num_servers(config, world_size)
         shared = " that the trainer uses" if rollout.colocate else ""
         yield f"Servers: {count}, each of {rollout.tensor_parallel} GPUs{shared}"
     yield ""
@@ -141,6 +142,11 @@ def _memory(memory: RunMemory) -> Iterator[str]:
         yield (
             f"A server's rank stores {memory.server.weights / GB:.1f} GB of weights and has "
             f"{memory.server.cache / GB:.1f} GB for its cache."
+        )
+    if memory.colocate:
+        yield (
+            f"While servers work, the trainer's weights and optimizer state take up to "
+            f"{NODE * memory.away / GB:.0f} GB of pinned memory on the host of {NODE} GPUs."
         )
 
 

@@ -25,7 +25,7 @@ from megavlm.models.common.mapping import Entry
 from megavlm.models.cost import H100_FLOPS, ModelCost
 from megavlm.parallel.mesh import Layout
 from megavlm.run.capacity.memory import EXPERT_IMBALANCE, RunMemory
-from megavlm.run.capacity.rates import Rates
+from megavlm.run.capacity.rates import NODE, Rates
 from megavlm.run.capacity.serving import ServerModel
 from megavlm.run.capacity.weight_updates import received_bytes, server_layout, stored_bytes
 from megavlm.run.capacity.work import StepWork
@@ -36,6 +36,8 @@ from megavlm.training.waves import done_early, wave_tokens
 from megavlm.weight_sync.ownership import numel
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.update import SyncSettings
+
+PORTION = 2**31  # bytes that a rank of a colocated server receives at a time
 
 
 class StepModel:
@@ -284,46 +286,66 @@ class StepModel:
         return 1 - ModelCost.of(rest, self._architecture).per_token / self._cost.per_token
 
     @cached_property
-    def _changed(self) -> list[Entry]:
-        """Entries that training can change."""
-        lora = self._config.lora
+    def _pushed(self) -> list[Entry]:
+        """Entries that a sync sends: those that training can change, or all to a server that has
+        released its weights.
+        """
+        lora, rollout = self._config.lora, self._config.rollout
+        if rollout.colocate and not rollout.server_args.get("enable_weights_cpu_backup"):
+            return list(self._entries)
         indices = trained_entries(self._entries, self._options, lora.targets if lora.rank else None)
         return [self._entries[index] for index in indices]
 
     @property
-    def _changed_bytes(self) -> int:
-        return self._options.dtype.itemsize * sum(map(numel, self._changed))
+    def _pushed_bytes(self) -> int:
+        return self._options.dtype.itemsize * sum(map(numel, self._pushed))
 
     @cached_property
     def received(self) -> int:
         """Bytes that a server's rank receives in a weight sync with the recipe's transport."""
         servers = server_layout(self._config, self._hf_config)
-        stored = max(stored_bytes(self._changed, servers, self._options.dtype.itemsize))
-        return received_bytes(self._config.rollout.sync, self._changed_bytes, stored)
+        stored = max(stored_bytes(self._pushed, servers, self._options.dtype.itemsize))
+        return received_bytes(self._config.rollout.sync, self._pushed_bytes, stored)
 
     @property
     def sync_rounds(self) -> int:
         """Number of buckets that a server receives one after the other in a weight sync."""
-        sent = self._changed_bytes
+        if self._config.rollout.colocate:
+            return -(-self.received // PORTION)
+        sent = self._pushed_bytes
         if TRANSPORT_TRAITS[self._config.rollout.sync].by_stage:
             sent //= self._config.parallel.pipeline  # stages send theirs at the same time
         return -(-sent // SyncSettings.bucket_bytes)
 
     def _sync(self) -> float:
-        """Return the seconds to gather the changed tensors and send them."""
+        """Return the seconds to gather the tensors and send them."""
         rollout, rates = self._config.rollout, self.rates
+        if rollout.colocate:
+            # Each rank sends its share to the servers of its node. What no rank of the node has
+            # comes once over the network, a part to each GPU.
+            missing = self._pushed_bytes * (1 - self._share_on_node()) / NODE
+            sent = missing / rates.network + self.received / rates.nvlink
+            return sent + self.sync_rounds * rates.sync_round
         link = rates.nvlink if rollout.mode == "managed" else rates.network
-        gathered = self._changed_bytes / self._config.parallel.pipeline  # on one rank of each stage
+        gathered = self._pushed_bytes / self._config.parallel.pipeline  # on one rank of each stage
         if TRANSPORT_TRAITS[rollout.sync].by_stage:
             sent = max(float(self.received), gathered)  # a stage sends all that it has
         else:  # rank 0 sends to every rank of every server
             sent = float(self.received) * self._num_servers * rollout.tensor_parallel
         return gathered / rates.nvlink + sent / link + self.sync_rounds * rates.sync_round
 
+    def _share_on_node(self) -> float:
+        """Return the share of the model that the ranks of one node hold together."""
+        parallel = self._config.parallel
+        stages = max(1.0, NODE * parallel.pipeline / self._world_size)
+        layers = min(1.0, stages / parallel.pipeline)
+        experts = min(1.0, NODE / (parallel.expert * parallel.expert_tensor))
+        routed = sum(numel(x) for x in self._entries if ".experts." in x.megatron)
+        share = routed / sum(map(numel, self._entries))
+        return layers * (1 - share + share * experts)
+
     def _switch(self) -> float:
-        """Return the seconds to switch shared GPUs to the servers and back."""
-        # The trainer's memory moves to the host and back, except gradients: they start from zero.
-        moved = max(2 * (stage.weights + stage.optimizer) for stage in self.memory.stages)
-        # The server's weights are only loaded, from their copy on the host.
-        assert self.memory.server is not None
-        return (moved + self.memory.server.weights) / self.rates.host
+        """Return the seconds to switch shared GPUs to the servers and back. The servers' weights
+        are dropped, because the sync sends all of them.
+        """
+        return 2 * self.memory.away / self.rates.host

@@ -18,6 +18,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.layout_rules import check_model_layout
 from megavlm.models.common.mapping import Entry
 from megavlm.parallel.mesh import Layout, check_world
+from megavlm.run.capacity.rates import NODE
 from megavlm.weight_sync.lora import adapter_bytes
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.sglang_layout import ServerLayout, linear_rows, server_tensors
@@ -43,14 +44,21 @@ def weight_update_table(config: Config, world_size: int) -> str:
     check_model_layout(
         parts.architecture(hf_config), axes, options, vocab_size=text.vocab_size, recompute_layers=1
     )
-    entries, rollout, lora = parts.mapping(hf_config), config.rollout, config.lora
+    entries, lora = parts.mapping(hf_config), config.lora
     trainer = TrainerRanks.of(hf_config, axes, world_size, options)
     changed = trained_entries(entries, options, lora.targets if lora.rank else None)
     plan = SyncPlan(entries, trainer, changed)
     servers = server_layout(config, hf_config)
     adapters = (lora.rank, lora.targets) if lora.rank else (ASSUMED_RANK, ASSUMED_TARGETS)
     rows = tensor_rows(plan, servers, itemsize=options.dtype.itemsize, lora=adapters)
-    return _render(rows, plan, len(rollout.urls) or rollout.servers, servers, adapters)
+    return _render(rows, plan, num_servers(config, world_size), servers, adapters)
+
+
+def num_servers(config: Config, world_size: int) -> int:
+    """Return the number of a recipe's servers, with `world_size` trainer GPUs."""
+    rollout = config.rollout
+    nodes = -(-world_size // NODE) if rollout.colocate else 1
+    return len(rollout.urls) or rollout.servers * nodes
 
 
 def server_layout(config: Config, hf_config: Any) -> ServerLayout:

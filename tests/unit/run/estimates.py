@@ -47,13 +47,16 @@ def cluster(recipe: str) -> Cluster:
     path = RECIPES / f"{recipe}.yaml"
     found = START.search(path.read_text())
     assert found and found[2] == f"{recipe}.yaml", f"{path}: no line that starts it"
-    config = load(path, URLS if found[1] == "launch" else [])
+    config = load(path, URLS if "nodes" in recipe else [])
     rollout = config.rollout
     if found[1] == "train":
         serving = rollout.servers * rollout.tensor_parallel
         return Cluster(config.parallel.num_ranks, serving, rollout.servers, rollout.colocate)
     options = dict(re.findall(r"--([\w-]+) (\d+)", found[3]))
     nodes, serving = int(options["nodes"]), int(options.get("rollout-nodes", 1))
+    if rollout.colocate:
+        assert serving == 0, f"{path}: --rollout-nodes 0"
+        return Cluster(nodes * NODE, 0, rollout.servers * nodes, colocate=True)
     servers = num_servers(rollout.tensor_parallel, serving, NODE)
     return Cluster((nodes - serving) * NODE, serving * NODE, servers, colocate=False)
 
@@ -76,8 +79,11 @@ SET_UPS = (
     SetUp("7B, TP 4", "qwen2_5_vl_7b_geo3k", TP4),
     SetUp("7B, colocated", "qwen2_5_vl_7b_geo3k_colocated"),
     SetUp("30B-A3B", "qwen3_vl_30b_a3b_geo3k_nodes"),
+    SetUp("30B-A3B, colocated", "qwen3_vl_30b_a3b_geo3k_colocated"),
     SetUp("72B", "qwen2_5_vl_72b_geo3k_nodes"),
+    SetUp("72B, colocated", "qwen2_5_vl_72b_geo3k_colocated"),
     SetUp("235B-A22B", "qwen3_vl_235b_a22b_geo3k_nodes"),
+    SetUp("235B-A22B, colocated", "qwen3_vl_235b_a22b_geo3k_colocated"),
     SetUp("Qwen3.5-9B", "qwen3_5_9b_geo3k"),
 )
 PHASES = (

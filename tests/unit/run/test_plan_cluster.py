@@ -51,6 +51,10 @@ def test_splits_are_ordered_and_use_all_gpus(gpus: int, starts: str, tmp_path: P
     for split in found:
         assert split.trainers + split.serving * (not split.colocate) == gpus
         assert split.slow > split.seconds
+    (shared,) = [split for split in found if split.colocate]
+    of_node = load(THREE, [f"model.folder={tmp_path}", *shared.overrides]).rollout
+    assert of_node.servers * of_node.tensor_parallel == min(gpus, 8)
+    assert shared.start.endswith("RECIPE" if gpus < 8 else "--rollout-nodes 0")
 
 
 @pytest.mark.parametrize(

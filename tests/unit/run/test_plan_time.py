@@ -12,7 +12,7 @@ from tests.support.levels import slow
 from tests.unit.run.estimates import SET_UPS, SetUp, modelled, published, resolved, tables
 
 PAGE = Path(__file__).parents[3] / "docs" / "estimates.md"
-SEVEN, _, COLOCATED, MOE, LARGE, HUGE, _ = SET_UPS
+SEVEN, _, COLOCATED, MOE, _, LARGE, _, HUGE, SHARED_HUGE, _ = SET_UPS
 
 
 @pytest.mark.slow
@@ -88,6 +88,17 @@ def test_rates_bound_their_phases(tmp_path: Path) -> None:
     assert fast["rollout"] == plain["rollout"]
     slow = modelled(SEVEN, tmp_path, Rates(memory=1e12)).seconds()
     assert slow["rollout"] > 1.2 * plain["rollout"] and slow["update"] == plain["update"]
+
+
+def test_servers_get_weights_from_ranks_of_their_node(tmp_path: Path) -> None:
+    """All of them, the frozen tower's too; over the network what no rank there has."""
+    whole = modelled(COLOCATED, tmp_path)
+    slow_network = modelled(COLOCATED, tmp_path, Rates(network=1.0))
+    assert whole.received > 1.05 * modelled(SEVEN, tmp_path).received * 2, "a server has two ranks"
+    assert slow_network.seconds()["sync"] == whole.seconds()["sync"]
+    assert modelled(SHARED_HUGE, tmp_path, Rates(network=1e9)).seconds()["sync"] == pytest.approx(
+        11 / 12 * 471e9 / 8 / 1e9, rel=0.1
+    )
 
 
 def test_busy_experts_are_waited_for(tmp_path: Path) -> None:
