@@ -45,7 +45,7 @@ def playing(processor: Processor, log: Path, keeping_modules: None) -> Iterator[
 class Unanswered(Policy):
     error: Exception = RequestTimedOut("no answer")
 
-    async def ask(self, prompt: Any) -> Any:
+    async def ask(self, prompt: Any, **_: Any) -> Any:
         raise self.error
 
 

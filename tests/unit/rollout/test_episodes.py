@@ -77,7 +77,7 @@ def test_an_episode_whose_next_request_times_out_ends_unplayed(
     processor: Processor, manager: RewardManager
 ) -> None:
     class Unanswered(Policy):
-        async def ask(self, prompt: Any) -> Any:
+        async def ask(self, prompt: Any, **_: Any) -> Any:
             raise RequestTimedOut("no answer")
 
     policy = Unanswered(processor, "5", "3")
@@ -91,7 +91,7 @@ def test_an_episode_whose_next_request_is_refused_fails_with_its_rewards(
     """The server may take the policy's own words for an image, or find them too many."""
 
     class Refused(Policy):
-        async def ask(self, prompt: Any) -> Any:
+        async def ask(self, prompt: Any, **_: Any) -> Any:
             raise RequestRefused("HTTP 400")
 
     manager = graded()

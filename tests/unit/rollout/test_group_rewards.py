@@ -71,7 +71,7 @@ def test_a_group_whose_request_times_out_is_not_scored(
     processor: Processor, ranking: RewardManager
 ) -> None:
     class Unanswered(Policy):
-        async def ask(self, prompt: Any) -> Any:
+        async def ask(self, prompt: Any, **_: Any) -> Any:
             raise RequestTimedOut("no answer")
 
     policy = Unanswered(processor, "5", "3")
