@@ -360,6 +360,11 @@ class DPO(DataTraining):
     """Use the log-probs themselves instead of their ratios to a reference model, as if it gave all
     responses the same probability."""
 
+    sft_coefficient: float = bounded(0.0, least=0)
+    """Coefficient of the negative log-likelihood per token of the chosen response in the loss
+    (arXiv 2404.19733). Without it both responses of a pair may become less likely, in favour of
+    others that the data has no pair of."""
+
     def check(self) -> None:
         if self.label_smoothing and self.loss_type in ("hinge", "ipo"):
             raise ValueError(

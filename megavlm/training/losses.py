@@ -162,6 +162,10 @@ def preference_loss(settings: DPO, reduce: Reduce = alone) -> LossFunction:
         shares = 1 / lengths.sum(0)[pairs]  # of each token in its pair
         chosen, rejected = settings.beta * sums.detach()[:, pairs]
         loss = (losses.detach()[pairs] * weights * shares).sum()
+        if settings.sft_coefficient:
+            of_chosen = columns.is_chosen / lengths[0, pairs] * settings.sft_coefficient
+            likelihood = (logprobs * weights * of_chosen).sum()
+            loss, gradient = loss - likelihood.detach(), gradient - likelihood + likelihood.detach()
         return (loss + gradient).to(logprobs.dtype), {
             "loss": loss,
             "tokens": logprobs.new_tensor(float(pack.num_targets)),

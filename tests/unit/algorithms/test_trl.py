@@ -70,6 +70,10 @@ PAIRS: dict[str, tuple[dict[str, Any], DPO]] = {
         {"loss_types": ["robust"], "label_smoothing": 0.1},
         DPO(loss_type="robust", label_smoothing=0.1),
     ),
+    "with the likelihood of the chosen": (
+        {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3], "pairs": 1},
+        DPO(sft_coefficient=0.3),
+    ),
     "conservative DPO": (
         {"loss_types": ["aot"], "label_smoothing": 0.2, "pairs": 1},
         DPO(label_smoothing=0.2),

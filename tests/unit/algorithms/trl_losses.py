@@ -81,10 +81,14 @@ def pair_loss(columns: dict[str, list[list[float]]], settings: dict[str, Any]) -
     outputs = SimpleNamespace(
         log_probs=masked, entropy=c["mask"], mean_logits=c["mask"], is_top1=c["mask"].bool()
     )
-    settings = {"beta": 0.1, "loss_types": ["sigmoid"], "label_smoothing": 0.0} | settings
+    settings = {
+        "beta": 0.1,
+        "loss_types": ["sigmoid"],
+        "loss_weights": [1.0],
+        "label_smoothing": 0.0,
+    } | settings
     trainer: Any = SimpleNamespace(
         **settings,
-        loss_weights=[1.0],
         ld_alpha=None,
         f_divergence_type="reverse_kl",
         use_weighting=False,
