@@ -17,7 +17,8 @@ SUPERVISED = (
 )  # fmt: skip
 POLICY = (
     "episodes", "reward", "reward_failures", "accuracy", "turns", "curriculum_stage",
-    "response_length", "truncated_share", "groups_without_signal", "kl_reference", "entropy",
+    "response_length", "truncated_share", "groups_without_signal", "kl_reference", "kl_teacher",
+    "entropy",
     "clip_share", "clip_low_share", "clip_high_share", "clip_dual_share", "ratio_mean", "ratio_max",
     "importance_mean", "importance_corrected_share", "rejected_share", "rollout_train_kl",
     "stale_share", "stale_steps", "dropped_groups", "timed_out_groups", "servers_idle",

@@ -46,6 +46,7 @@ def check(config: Config) -> None:
     _check_overlap(config)
     _check_replay(config)
     _check_routing_replay(config)
+    _check_distillation(config)
     _check_adapters(config)
     _check_warmup(config)
     _check_optimizer(config)
@@ -264,6 +265,35 @@ def _check_routing_replay(config: Config) -> None:
             "algorithm.routing_replay=true asks servers for the experts of tokens, but "
             f"rollout.router={router} passes on only the keys that it knows: set the first to "
             "false or the second to null"
+        )
+
+
+def _check_distillation(config: Config) -> None:
+    if not config.distillation.urls:
+        return
+    key, algorithm, rollout = "distillation.urls", config.algorithm, config.rollout
+    for url in config.distillation.urls:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{key} has {url!r}, which is no URL: write http://HOST:PORT")
+    if not isinstance(algorithm, PolicyOptimization):
+        raise ValueError(
+            f"{key} names a teacher for what the policy samples, but algorithm.name="
+            f"{algorithm.name} samples nothing: remove it"
+        )
+    if rollout.temperature != 1:
+        raise ValueError(
+            f"{key} names a teacher, which scores at temperature 1, but rollout.temperature="
+            f"{rollout.temperature}: set it to 1.0"
+        )
+    if rollout.replay is not None:
+        raise ValueError(
+            f"{key} names a teacher, but recorded rollouts have none of its log-probs: set "
+            "rollout.replay=null or remove distillation.urls"
+        )
+    if config.data.video_key is not None:
+        raise ValueError(
+            f"{key} names a teacher, which is sent no videos, but data.video_key="
+            f"{config.data.video_key}: set it to null or remove distillation.urls"
         )
 
 

@@ -7,6 +7,7 @@ from megavlm.config.algorithm import Algorithm
 from megavlm.config.checkpoint import Checkpoint
 from megavlm.config.curriculum import CurriculumConfig
 from megavlm.config.data import Data
+from megavlm.config.distillation import Distillation
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.config.evaluation import Evaluation
 from megavlm.config.lora import LoRA
@@ -32,6 +33,7 @@ class Config:
     algorithm: Algorithm
     environment: EnvironmentConfig
     reward: Reward
+    distillation: Distillation
     curriculum: CurriculumConfig
     rollout: Rollout
     optimizer: Optimizer

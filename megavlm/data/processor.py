@@ -357,6 +357,10 @@ class Processor:
                 start = end
         return pieces
 
+    def token_texts(self) -> list[str]:
+        """Return the text of each token of the tokenizer, by its id."""
+        return [self._tokenizer.decode([token]) for token in range(len(self._tokenizer))]
+
     def encode_answer(self, text: str) -> list[int]:
         """Return the tokens of a complete response: the text and the end of the turn."""
         return [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self.eos_id]

@@ -53,6 +53,10 @@ class TargetColumns:
     """float32, nats. Log-probs by the reference model. Read by the KL in the loss or the reward,
     and by the loss of pairs, which needs their sums: they may be the response's mean, in float64.
     """
+    teacher_logprobs: Tensor | None = None
+    """float32, nats. Log-probs by a teacher, NaN where it gave none. Written by the rollout, read
+    by the loss.
+    """
     values: Tensor | None = None
     """float32. The critic's values before the step's updates. Read by GAE and the value loss."""
     advantages: Tensor | None = None

@@ -92,7 +92,8 @@ class Response:
     can be continued. weight_version: Version of the weights that finished it. spans: Weight
     versions of all tokens, in order. routes: The experts of each of the R tokens before the last
     one, counted from the prompt's; as computed for the tokens after them, by the weights that
-    sampled these. None if none were returned.
+    sampled these. None if none were returned. teacher_logprobs: Log-prob of each token by a
+    teacher, at temperature 1; None if it gave none.
     """
 
     token_ids: npt.NDArray[np.int32]  # [T]
@@ -101,6 +102,7 @@ class Response:
     weight_version: str
     spans: tuple[VersionSpan, ...] = ()
     routes: npt.NDArray[Any] | None = None  # [R, layers, top-k] uint8 or int16
+    teacher_logprobs: npt.NDArray[np.float32] | None = None  # [T]
 
     @property
     def is_complete(self) -> bool:
@@ -185,8 +187,7 @@ def continue_body(
     prompt: "Prompt", begun: Sequence[Response], sampling: Sampling, encoder: Encoder = IN_BODY
 ) -> list[Body]:
     """Return the JSON body of a /generate request that continues a prompt's aborted responses, in
-    parts. A single image, and the media of a prompt with videos, are included once for all
-    responses; SGLang accepts several images only as a list per response.
+    parts.
     """
     body: dict[str, Any] = {
         "input_ids": [[*prompt.request_ids, *response.token_ids.tolist()] for response in begun],
@@ -197,13 +198,65 @@ def continue_body(
         "return_logprob": True,
     }
     body |= _names(sampling) | _route_request(sampling, _first_unrouted(prompt, begun))
+    return _with_media(body, _shared_media(prompt, len(begun), encoder))
+
+
+def score_body(
+    prompt: "Prompt", responses: Sequence[Response], encoder: Encoder = IN_BODY
+) -> list[Body]:
+    """Return the JSON body of a /generate request for log-probs of responses to a prompt, in
+    parts.
+    """
+    body = {
+        "input_ids": [
+            [*prompt.request_ids, *response.token_ids.tolist()] for response in responses
+        ],
+        "sampling_params": {"max_new_tokens": 0},
+        "return_logprob": True,
+        # The server counts all tokens of images. The first entry is that of this token, the
+        # prompt's last, and the second that of the response's first token.
+        "logprob_start_len": len(prompt.token_ids) - 1,
+    }
+    return _with_media(body, _shared_media(prompt, len(responses), encoder))
+
+
+def parse_scores(
+    answer: Any, prompt: "Prompt", responses: Sequence[Response]
+) -> list[npt.NDArray[np.float32]]:
+    """Return the log-probs of each response in an answer to `score_body`.
+
+    Raises MALFORMED for an answer of another form, and RolloutRequestError if the server counts
+    other prompt tokens.
+    """
+    found = []
+    for item, response in zip(_items(answer, len(responses)), responses, strict=True):
+        meta, num_tokens = item["meta_info"], len(response.token_ids)
+        counted, expected = meta["prompt_tokens"], len(prompt.token_ids) + num_tokens
+        if counted != expected:
+            raise RolloutRequestError(
+                f"{prompt.row.source}: the server counts {counted} tokens of prompt and response "
+                f"and the trainer {expected}; both must have images of the same sizes"
+            )
+        tokens, logprobs = _arrays(meta["input_token_logprobs"][1:])
+        if not np.array_equal(tokens, response.token_ids):
+            raise ValueError("log-probs of other tokens")
+        if not (np.abs(logprobs) <= LARGEST).all():  # NaN is not either
+            raise ValueError("log-probs that are not finite")
+        found.append(logprobs.astype(np.float32))
+    return found
+
+
+def _shared_media(prompt: "Prompt", count: int, encoder: Encoder) -> dict[str, Sequence[Body]]:
+    """Return the media of a request with `count` times the same prompt. A single image, and the
+    media of a prompt with videos, are included once; SGLang accepts several images only as a list
+    each time.
+    """
     if prompt.has_videos:
-        return _with_media(body, {"video_data": _media(prompt, encoder)[0]})
+        return {"video_data": _media(prompt, encoder)[0]}
     if not prompt.images:
-        return _with_media(body, {})
+        return {}
     texts = _texts(prompt, encoder)
-    shown = texts[0] if len(texts) == 1 else _listed([_listed(texts)] * len(begun))
-    return _with_media(body, {"image_data": shown})
+    return {"image_data": texts[0] if len(texts) == 1 else _listed([_listed(texts)] * count)}
 
 
 def _names(sampling: Sampling) -> dict[str, str]:

@@ -30,6 +30,7 @@ from megavlm.environments.processes import make_environments
 from megavlm.inference.generation import Ask
 from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestRefused, RequestTimedOut
+from megavlm.inference.teacher import Teacher
 from megavlm.limited.failure import CallFailure
 from megavlm.observability.phases import Phases
 from megavlm.rewards.base import Example, ResponseDetails
@@ -60,12 +61,14 @@ class EpisodeRunner:
         processor: Processor,
         reward_manager: RewardManager,
         runner: asyncio.Runner,
+        teacher: Teacher | None = None,
     ) -> None:
         """Load the environment. runner: The asyncio runner that the rollout client also uses.
-        Raises ValueError if the environment cannot be loaded.
+        teacher: It scores the responses of the groups that are trained on. Raises ValueError if the
+        environment cannot be loaded.
         """
         self._config, self._settings = config, config.environment
-        self._processor, self.reward_manager = processor, reward_manager
+        self._processor, self.reward_manager, self._teacher = processor, reward_manager, teacher
         self._environments = runner.run(make_environments(config.environment))
         self._runner = runner
         template = processor.chat_template
@@ -147,6 +150,8 @@ class EpisodeRunner:
                     f"can start; the last reason: {self._reason}"
                 )
             started += found
+        for group in started:  # the groups of an evaluation have no teacher
+            group.awaits_teacher = self._teacher is not None
         return started
 
     def check_start(self, prompt: Prompt) -> None:
@@ -215,6 +220,8 @@ class EpisodeRunner:
                 episode.close()
         if group.has_ended and group.awaits_reward:
             await self._score_group(group)
+        if group.has_ended and group.awaits_teacher:
+            await self._ask_teacher(group)
         group.timed_out = not group.is_played
         if group.is_played:
             tree_parts(group)  # found now, while other groups are generated
@@ -228,6 +235,8 @@ class EpisodeRunner:
         self._runner.run(self._environments.close())
         if self._agents is not None:
             self._runner.run(self._agents.close())
+        if self._teacher is not None:
+            self._runner.run(self._teacher.close())
         self._runner.run(self.reward_manager.close())
 
     def _close_episodes(self, groups: Sequence[Group]) -> None:
@@ -312,6 +321,34 @@ class EpisodeRunner:
             if episode.score.failure is None:
                 episode.add_group_score(score)
         group.awaits_reward = False
+
+    async def _ask_teacher(self, group: Group) -> None:
+        """Add the teacher's log-probs to the responses of a group, apart from those that are not
+        trained on. A failure is that of a reward.
+        """
+        teacher = self._teacher
+        assert teacher is not None
+        calls: dict[Prompt, list[tuple[Episode, int]]] = {}  # all first turns have one prompt
+        for episode in group.episodes:
+            for turn, prompt in enumerate(episode.prompts if not episode.score.skipped else ()):
+                calls.setdefault(prompt, []).append((episode, turn))
+
+        async def ask(prompt: Prompt, places: Sequence[tuple[Episode, int]]) -> None:
+            responses = [episode.responses[turn] for episode, turn in places]
+            try:
+                found = await teacher.logprobs(prompt, responses)
+            except CallFailure as failure:
+                named = CallFailure(failure.kind, f"{self._name(prompt)}: {failure}")
+                for episode, _ in places:
+                    if episode.score.failure is None:
+                        episode.add_group_score(self.reward_manager.failed(named))
+                return
+            for (episode, turn), logprobs in zip(places, found, strict=True):
+                response = replace(episode.responses[turn], teacher_logprobs=logprobs)
+                episode.responses[turn] = response
+
+        await asyncio.gather(*(ask(*call) for call in calls.items()))
+        group.awaits_teacher = False
 
     async def _play(self, episode: Episode, response: Response, ask: Ask) -> None:
         """Play an episode from its first response to its end, or until a request times out."""

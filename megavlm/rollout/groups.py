@@ -56,14 +56,15 @@ def policy_trees(
     max_turns: int = 1,
     version: int = 0,
     units: float | None = None,
+    has_teacher: bool = False,
 ) -> list[Tree]:
     """Return the trees of one update: one tree per group, with the prompt once and all responses
     with their columns.
 
     max_new_tokens: Token limit of one turn. max_turns: Maximum turns of an episode. version:
     Version of the current weights. units: Denominator of the loss, if the update has further
-    groups; see `units_of`. A skipped episode has zero loss weights, and does not affect the
-    advantages of others.
+    groups; see `units_of`. has_teacher: If true, the columns have a teacher's log-probs. A skipped
+    episode has zero loss weights, and does not affect the advantages of others.
     """
     if not groups:  # a wave may have none of a minibatch
         return []
@@ -88,6 +89,7 @@ def policy_trees(
             rollout_logprobs=torch.from_numpy(response.logprobs),
             turn_ids=turn_id.expand(len(response.token_ids)),
             is_stale=stale_tokens(response, version),
+            teacher_logprobs=_teacher_logprobs(response) if has_teacher else None,
             **{
                 name: value.expand(len(response.token_ids))
                 for name, value in zip(shared, values, strict=True)
@@ -103,6 +105,13 @@ def policy_trees(
         trees.append(group_tree(group, its_columns, replays_routing=settings.routing_replay))
         start = end
     return trees
+
+
+def _teacher_logprobs(response: Response) -> Tensor:
+    """Return a teacher's log-probs [T], NaN if it gave none."""
+    if response.teacher_logprobs is None:
+        return torch.full((len(response.token_ids),), torch.nan)
+    return torch.from_numpy(response.teacher_logprobs)
 
 
 def units_of(groups: Sequence[Group], settings: PolicyOptimization) -> int:

@@ -15,6 +15,7 @@ from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.protocol import Sampling, adapter_name
 from megavlm.inference.routes import route_shape
+from megavlm.inference.teacher import Teacher
 from megavlm.rollout.episodes import EpisodeRunner, Generate
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group
@@ -42,9 +43,9 @@ class Sampler:
         self.sampling = sampling(config, self.processor)
         self._client = client
         if client is not None:
-            self.episodes = EpisodeRunner(
-                config, self.processor, make_reward_manager(config), client.runner
-            )
+            teacher = Teacher(config.distillation) if config.distillation.urls else None
+            rewards = make_reward_manager(config)
+            self.episodes = EpisodeRunner(config, self.processor, rewards, client.runner, teacher)
 
     @property
     def client(self) -> RolloutClient:

@@ -108,7 +108,8 @@ class Group:
     (rollout.timed_out), so that not all episodes are played. step: Training step at which the
     episodes were first started; the seeds of their environments are computed from it. stage:
     Curriculum stage of the episodes. awaits_reward: True until rewards of the whole group are
-    added. tree: Parts of the tree of its episodes, once they are found (group_tree.tree_parts).
+    added. awaits_teacher: True until a teacher has scored the responses. tree: Parts of the tree of
+    its episodes, once they are found (group_tree.tree_parts).
     """
 
     prompt: Prompt
@@ -118,6 +119,7 @@ class Group:
     step: int | None = None
     stage: CurriculumStage | None = None
     awaits_reward: bool = False
+    awaits_teacher: bool = False
     tree: tuple[TreePart, ...] | None = None
 
     @property
@@ -127,8 +129,8 @@ class Group:
 
     @property
     def is_played(self) -> bool:
-        """True if all episodes have ended and have all of their rewards."""
-        return self.has_ended and not self.awaits_reward
+        """True if all episodes have ended and have all of their rewards and teacher's log-probs."""
+        return self.has_ended and not (self.awaits_reward or self.awaits_teacher)
 
     @property
     def first_prompt(self) -> Prompt:

@@ -10,6 +10,7 @@ from megavlm.config.schema import Config
 from megavlm.data.loader import PromptStream
 from megavlm.environments.curriculum import Curriculum
 from megavlm.inference.connect import Connection
+from megavlm.inference.teacher import check_tokenizers
 from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
 from megavlm.parallel.mesh import Mesh
@@ -37,6 +38,8 @@ class Driver:
         """
         self.config, self.connection, self._progress = config, connection, progress
         self.sampler = Sampler(config, None if connection is None else connection.client)
+        if config.distillation.urls:
+            check_tokenizers(config.distillation, self.sampler.processor.token_texts())
         self.planner = StepPlanner(config, hf_config, mesh, self.sampler.processor)
         self.evaluator = Evaluator(self.sampler, config.evaluation)
         self.curriculum = Curriculum(config.curriculum)

@@ -13,11 +13,13 @@ from megavlm.algorithms.registry import load_policy_loss
 from megavlm.algorithms.segments import Reduce, alone, segment_sum
 from megavlm.algorithms.value_loss import value_loss
 from megavlm.config.algorithm import DPO, PPO, PolicyOptimization
+from megavlm.config.distillation import Distillation
 from megavlm.data.packing import Pack
 from megavlm.data.target_tokens import TargetColumns
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.forward_backward import LossFunction, Measures
 
+NO_TEACHER = Distillation()
 CUSTOM = "policy_loss/"  # prefix of the metrics that a policy loss adds
 
 
@@ -36,6 +38,9 @@ class Update:
     the same log-probs.
 
     reduce: Sum over the context ranks that hold parts of the same pack.
+
+    distillation: Settings of the KL divergence from a teacher. It counts if the columns have
+    `teacher_logprobs`.
     """
 
     kl_coefficient: float
@@ -43,6 +48,7 @@ class Update:
     has_moved: bool = True
     is_reference: bool = False
     reduce: Reduce = alone
+    distillation: Distillation = NO_TEACHER
 
 
 def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
@@ -57,6 +63,7 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
     loss_of_tokens = load_policy_loss(settings)
     kl = estimator(settings.kl_estimator)
     kl_coefficient = update.kl_coefficient if settings.kl_in == "loss" else 0.0
+    teacher_kl_of = estimator(update.distillation.kl_estimator)
 
     def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
         logprobs, columns = scores.logprobs, pack.columns
@@ -93,6 +100,14 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
         )
         loss = correction * term.loss
         signal = (correction * advantages != 0) & ~term.stopped
+        if columns.teacher_logprobs is not None:
+            known = ~columns.teacher_logprobs.isnan()
+            # At other tokens the divergence and its gradient are zero.
+            teacher = columns.teacher_logprobs.where(known, logprobs.detach())
+            teacher_kl = teacher_kl_of(logprobs, teacher, old)
+            loss = loss + update.distillation.coefficient * correction * teacher_kl
+            measures["kl_teacher"] = teacher_kl.detach().sum()
+            signal |= known & (correction != 0)
         has_gap = settings.old_logprobs == "trainer" or update.is_first
         sampled = old if settings.old_logprobs == "trainer" else logprobs.detach()
         measures |= engine_gap(sampled, columns, is_known=has_gap)

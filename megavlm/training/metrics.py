@@ -21,6 +21,7 @@ _SHARES = {
     "importance_corrected_share": "corrected",
     "rejected_share": "rejected",
     "kl_reference": "kl_reference",
+    "kl_teacher": "kl_teacher",
 }
 
 

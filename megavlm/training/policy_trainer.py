@@ -134,6 +134,7 @@ class PolicyTrainer(BaseTrainer):
                 max_turns=config.environment.max_turns,
                 version=self.train_state.step,
                 units=groups.units,
+                has_teacher=bool(config.distillation.urls),
             )
             for minibatch in groups.minibatches(wave)
         ]
@@ -278,6 +279,7 @@ class PolicyTrainer(BaseTrainer):
             has_moved=self.train_state.updater.has_moved,
             is_reference=self.is_reference and self.settings.kl_in == "loss",
             reduce=self.over_context,
+            distillation=self.train_state.config.distillation,
         )
         return policy_loss(self.settings, update)
 

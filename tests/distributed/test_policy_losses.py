@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megavlm.algorithms.aggregation import token_weights
 from megavlm.config.algorithm import GRPO, PPO
+from megavlm.config.distillation import Distillation
 from megavlm.config.optimizer import Optimizer
 from megavlm.data.packing import Pack, Tree, make_pack, prompt_tree
 from megavlm.families import family
@@ -44,7 +45,7 @@ from tests.support.levels import slow
 
 pytestmark = pytest.mark.distributed
 
-LONGEST = 7
+LONGEST, NAN = 7, float("nan")
 EVERYTHING = 9999  # tokens of a pack
 PLAIN = GRPO(kl_coefficient=0.1)
 SETTINGS: dict[str, GRPO | PPO] = {
@@ -76,6 +77,7 @@ SETTINGS: dict[str, GRPO | PPO] = {
         advantage_estimator="tests.unit.algorithms.own:baseline",
         policy_loss="tests.unit.algorithms.own:plain",
     ),
+    "a teacher": replace(PLAIN, importance="sequence", importance_cap=1.1),
     "reinforce++ baseline": replace(PLAIN, advantage_estimator="reinforce_plus_plus_baseline"),
     "ppo": PPO(kl_coefficient=0.1, kl_in="reward", critic="shared", lam=0.9, gamma=0.95),
     "ppo by turn": PPO(critic="shared", gae_level="turn", mask_truncated=True),
@@ -162,6 +164,9 @@ class Model:
                 rollout_logprobs=old + 0.1 * (5 * drawn).cos(),
                 reference_logprobs=given.logprobs + 0.3 * (3 * drawn).sin(),
                 values=given.values + 0.6 * (2 * drawn).cos(),
+                teacher_logprobs=(given.logprobs + 0.4 * (4 * drawn).sin()).where(drawn < 1, NAN)
+                if settings is SETTINGS["a teacher"]
+                else None,
             )
         in_reward, over_all = settings.kl_in == "reward", summing(mesh.groups.dp_cp)
         coefficient = settings.kl_coefficient if in_reward else 0.0
@@ -181,7 +186,11 @@ class Model:
         return packs
 
     def loss(self, settings: GRPO | PPO) -> LossFunction:
-        given = Update(kl_coefficient=settings.kl_coefficient, reduce=summing(self.mesh.groups.cp))
+        given = Update(
+            kl_coefficient=settings.kl_coefficient,
+            reduce=summing(self.mesh.groups.cp),
+            distillation=Distillation(coefficient=0.5),
+        )
         policy = policy_loss(settings, given)
         if isinstance(settings, PPO):
             return with_value_loss(settings, policy, critic_alone=False)

@@ -14,10 +14,12 @@ import torch
 from transformers import AutoConfig
 
 from megavlm.config.algorithm import GRPO
+from megavlm.config.distillation import Distillation
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.data.packing import Tree, make_pack
 from megavlm.data.rows import Row
 from megavlm.inference.protocol import Sampling
+from megavlm.inference.teacher import API_KEY, Teacher
 from megavlm.models.common.config import ModelOptions
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.groups import policy_trees
@@ -38,11 +40,14 @@ USER = Path(__file__).parents[1] / "unit" / "rollout" / "user"
     "family",
     ["qwen2_5_vl", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_5", "qwen3_vl"))],
 )
-def test_the_trainers_logprobs_are_those_of_the_agents_calls(
+def test_the_trainers_logprobs_are_those_of_the_agents_calls_and_of_a_teacher(
     servers: Callable[[str], Served], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The teacher is the policy itself; its log-probs are of all tokens, suppressed ones too."""
     monkeypatch.setenv("PYTHONPATH", str(USER), prepend=os.pathsep)
     served = servers(family).restore()
+    monkeypatch.setenv(API_KEY, served.server.api_key)
+    teacher = Teacher(Distillation(urls=(served.server.url,)))
     processor = served.processor
     how = Sampling(1.0, 12, suppressed_ids=processor.suppressed_ids, stop_ids=processor.stop_ids)
     row = Row(0, "<image>Find x.", "3", (image(112, 84, 1),), "", "test:0")
@@ -60,9 +65,10 @@ def test_the_trainers_logprobs_are_those_of_the_agents_calls(
     )
     group = Group(processor.prompt(row))
     with served.client as client:
-        playing = EpisodeRunner(config, processor, graded(), client.runner)
+        playing = EpisodeRunner(config, processor, graded(), client.runner, teacher)
         try:
-            playing.play(playing.start([group], 2), partial(client.generate, sampling=how))
+            started = playing.start_or_replace([group], 2, lambda count: [])
+            playing.play(started, partial(client.generate, sampling=how))
         finally:
             playing.close()
     assert group.is_played and [episode.score.failure for episode in group.episodes] == [None, None]
@@ -70,19 +76,29 @@ def test_the_trainers_logprobs_are_those_of_the_agents_calls(
         assert len(episode.responses) == 7 and episode.counts["branches"] == 3
         assert episode.counts["cancelled_calls"] <= 1
         assert episode.counts["unmatched_messages"] == 1
-    (tree,) = policy_trees([group], GRPO(), max_new_tokens=12, max_turns=16)
+    (tree,) = policy_trees([group], GRPO(), max_new_tokens=12, max_turns=16, has_teacher=True)
     images = {shown.key: shown for prompt in group.prompts for shown in prompt.images}
-    (largest,) = launch(1, largest_difference, served.folder, tree, images, how.suppressed_ids)
-    assert largest < 1e-4
+    (largest,) = launch(1, largest_differences, served.folder, tree, images, how.suppressed_ids)
+    assert max(largest) < 1e-4
 
 
-def largest_difference(folder: Path, tree: Tree, images: Any, suppressed: tuple[int, ...]) -> float:
-    """Between the trainer's log-probs and those that the server recorded."""
+def largest_differences(
+    folder: Path, tree: Tree, images: Any, suppressed: tuple[int, ...]
+) -> list[float]:
+    """Between the trainer's log-probs and those that the server recorded, and the teacher's."""
     config = AutoConfig.from_pretrained(folder)
     run = Run.start(folder, config, LAYOUTS["one rank"], ModelOptions(), images)
     pack = make_pack([tree], vision_token_ids=(config.image_token_id, config.video_token_id))
     (logits,) = run.logits([pack])
+    columns, found = pack.columns, []
+    assert columns is not None and columns.teacher_logprobs is not None
+    of_all = logits.clone()
     logits[:, list(suppressed)] = -torch.inf
-    logprobs = logits.log_softmax(-1).gather(1, pack.target_ids[:, None])[:, 0]
-    assert pack.columns is not None and len(logprobs) == pack.num_targets
-    return float((logprobs - pack.columns.rollout_logprobs).abs().max())
+    for given, theirs in (
+        (logits, columns.rollout_logprobs),
+        (of_all, columns.teacher_logprobs),
+    ):
+        logprobs = given.log_softmax(-1).gather(1, pack.target_ids[:, None])[:, 0]
+        assert len(logprobs) == pack.num_targets
+        found.append(float((logprobs - theirs).abs().max()))
+    return found

@@ -11,6 +11,7 @@ from megavlm.config.schema import Config
 BASE = {"run": {"dir": "x"}, "model": {"folder": "m"}}
 SFT = "algorithm.name=sft"
 DPO = ("algorithm.name=dpo", "data.rejected_key=rejected")
+TEACHER = "distillation.urls=[http://node:30000]"
 FILES = "data.test_files=[t]"
 
 # Overrides that break one rule, and what its sentence says.
@@ -83,6 +84,23 @@ BROKEN = {
     ): "algorithm.loss_type=",
     (*DPO, "algorithm.epochs=2"): "unknown key algorithm.epochs",
     (*DPO, "algorithm.batch_size=1", "parallel.data=2"): "batch_size=1 is less than a row for each",
+    (TEACHER, SFT): "distillation.urls names a teacher for what the policy samples, but algorithm.",
+    (
+        TEACHER,
+        "rollout.temperature=0.7",
+    ): "a teacher, which scores at temperature 1, but rollout.te",
+    (
+        TEACHER,
+        "rollout.replay=x",
+    ): "a teacher, but recorded rollouts have none of its log-probs: se",
+    (
+        TEACHER,
+        "data.video_key=videos",
+    ): "names a teacher, which is sent no videos, but data.video_k",
+    (
+        "distillation.urls=[node:30000]",
+    ): "distillation.urls has 'node:30000', which is no URL: writ",
+    ("distillation.kl_estimator=k1",): "distillation.kl_estimator=",
     ("algorithm.policy_loss=gspo",): "set algorithm.loss_aggregation=sequence_mean",
     (
         "algorithm.kl_estimator=k1",

@@ -10,6 +10,7 @@ from megavlm.config.reward import Reward
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.inference.protocol import Response
+from megavlm.inference.teacher import Teacher
 from megavlm.limited.failure import CallFailure
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import RewardManager
@@ -49,7 +50,7 @@ class Policy:
         places = [place for place, answer in enumerate(answers) if answer]
         await asyncio.gather(*(follow(place, answers[place], self.ask) for place in places))
 
-    async def ask(self, prompt: Prompt) -> Response:
+    async def ask(self, prompt: Prompt, first_routed: int | None = None) -> Response:
         self.asked.append(([prompt], 1))
         return self.respond()
 
@@ -65,6 +66,7 @@ def episode_runner(
     name: str,
     long_prompts: str = "refuse",
     max_new_tokens: int = 32,
+    teacher: Teacher | None = None,
     **settings: Any,
 ) -> EpisodeRunner:
     config: Any = SimpleNamespace(
@@ -75,7 +77,7 @@ def episode_runner(
             system_prompt=processor.chat_template.system_prompt, long_prompts=long_prompts
         ),
     )
-    return EpisodeRunner(config, processor, manager, RUNNER)
+    return EpisodeRunner(config, processor, manager, RUNNER, teacher)
 
 
 def play(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megavlm.config.algorithm import GRPO
+from megavlm.config.distillation import Distillation
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.losses import Update, policy_loss, supervised_loss
 from tests.support.columns import columns as target_columns
@@ -255,3 +256,24 @@ def test_supervised_loss_is_the_mean_over_all_answers() -> None:
     loss, measures = supervised_loss(2 * N)(pack, TokenScores(logprobs, logprobs, torch.empty(0)))
     assert loss.item() == pytest.approx(-logprobs.sum().item() / (2 * N))
     assert measures["tokens"] == N
+
+
+@pytest.mark.parametrize("estimator", ["k2", "unbiased"])
+def test_a_teacher_pulls_each_token_by_the_difference_of_log_probs(estimator: Any) -> None:
+    """Without rewards. A token that it gave no log-prob of is not pulled."""
+    teacher = columns()["old"] + columns()["reference"]
+    teacher[3] = torch.nan
+    settings = GRPO(kl_coefficient=0, importance="none")
+    loss, measures, gradient = run(
+        slice(None),
+        settings,
+        first_update=True,
+        advantages=ZERO,
+        teacher_logprobs=teacher,
+        distillation=Distillation(coefficient=0.5, kl_estimator=estimator),
+    )
+    expected = 0.5 * (columns()["logprobs"] - teacher) / N
+    expected[3] = 0
+    torch.testing.assert_close(gradient, expected)
+    assert loss > 0 and loss == pytest.approx(0.5 * measures["kl_teacher"] / N)
+    assert measures["signal"] == N - 1
