@@ -62,7 +62,7 @@ class ProducerSetup:
 @dataclass(eq=False)
 class StartedPrompt:
     """A prompt that was started, until the trainer takes its group. version: Oldest weight version
-    of its tokens.
+    of its tokens, or one before it until they are played.
     """
 
     group: Group
@@ -199,6 +199,8 @@ class Producer:
             item = started[place]
             await self._episodes.play_group(item.group, responses, ask)
             item.group.responses = tuple(responses)
+            if item.group.is_played:
+                item.version = oldest_version(item.group)
             self._hand_over()
 
         generated = [list(item.group.responses) for item in started]
@@ -284,7 +286,7 @@ class Producer:
         oldest = self._version - self._staleness
         for item in list(self._started):
             group = item.group
-            is_old = group.is_played and oldest_version(group) < oldest
+            is_old = group.is_played and item.version < oldest
             if is_old or group.timed_out:
                 self._started.remove(item)
                 self._dropped += is_old
