@@ -90,10 +90,10 @@ class Response:
     logprobs: Natural log-prob of each token at the sampling temperature (1 if greedy), before
     top-p, under the weights that sampled it. finish: "stop", "length", or "abort" if the response
     can be continued. weight_version: Version of the weights that finished it. spans: Weight
-    versions of all tokens, in order. routes: The experts of each of the R tokens before the last
-    one, counted from the prompt's; as computed for the tokens after them, by the weights that
-    sampled these. None if none were returned. teacher_logprobs: Log-prob of each token by a
-    teacher, at temperature 1; None if it gave none.
+    versions of all tokens, in order. routes: Experts of the R tokens before the last one, which
+    begin in the prompt, as they were when the tokens after them were sampled. None if the server
+    returned none. teacher_logprobs: Log-prob of each token by a teacher, at temperature 1; None if
+    it gave none.
     """
 
     token_ids: npt.NDArray[np.int32]  # [T]
@@ -128,6 +128,9 @@ class Response:
         )
 
     def _routes_then(self, rest: "Response") -> Array | None:
+        """Return the routes joined with those of a continuation. Where some between the two are
+        missing, only the continuation's are kept.
+        """
         if not len(rest.token_ids):
             return self.routes
         if self.routes is None or rest.routes is None:
@@ -271,6 +274,7 @@ def _route_request(sampling: Sampling, first: int) -> dict[str, Any]:
 
 
 def _first_unrouted(prompt: "Prompt", begun: Sequence[Response]) -> int:
+    """Return the first token that has no routes yet in one of the responses."""
     return min(response.first_unrouted(len(prompt.token_ids)) for response in begun)
 
 

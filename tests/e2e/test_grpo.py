@@ -116,7 +116,7 @@ def test_layers_of_linear_attention(world: World, family: str) -> None:
         f"grpo_{family}",
         model={"folder": str(model)},
         parallel={"tensor": 2, "sequence": True},
-        algorithm=GRPO | {"steps": 2},
+        algorithm=GRPO | {"steps": 2, "routing_replay": family == "qwen3_5_moe"},
         optimizer={"lr": 1e-3},
         rollout={"temperature": 0.7},
         checkpoint={"export_hf": True, "verify_export": True},
