@@ -233,8 +233,9 @@ def _check_overlap(config: Config) -> None:
         )
     if rollout.oversample != 1:
         raise ValueError(
-            f"rollout.oversample={rollout.oversample} aborts slow responses, but {key} waits for "
-            "none of them while it trains: set rollout.oversample=1.0 or rollout.overlap=false"
+            f"rollout.oversample={rollout.oversample} leaves slow groups to later steps, but {key} "
+            "works on those that are played while it waits for them: set rollout.oversample=1.0 or "
+            "rollout.overlap=false"
         )
     if rollout.router is not None:
         raise ValueError(

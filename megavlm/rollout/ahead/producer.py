@@ -7,9 +7,8 @@ no GPU. It starts a prompt only when the trainer allows one, so that at most (ma
 steps' worth of prompts are started and not yet trained on. A step gets the groups whose prompts
 were drawn first, all at once or in waves as they are played: the producer waits for a slow response
 and does not leave it out, so there is no bias towards short responses, and no group is older than
-max_staleness steps. A group
-that is older anyway, for example after a resume with a lower max_staleness, is dropped and counted.
-So is a group whose request times out (rollout.timed_out).
+max_staleness steps. A group that is older anyway, for example after a resume with a lower
+max_staleness, is dropped and counted. So is a group whose request times out (rollout.timed_out).
 
 With rollout.oversample above 1, groups that are played are handed over before slower ones that were
 drawn earlier (partial rollouts). Fewer prompts are started then, so that a slow group has several

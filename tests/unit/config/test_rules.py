@@ -154,7 +154,7 @@ BROKEN = {
     (
         "rollout.overlap=true",
         "rollout.oversample=1.5",
-    ): "rollout.oversample=1.5 aborts slow responses, but rollout.overlap=true",
+    ): "rollout.oversample=1.5 leaves slow groups to later steps, but rollout.overlap=true",
     (
         "rollout.overlap=true",
         "rollout.mode=external",
