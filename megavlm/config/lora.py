@@ -20,6 +20,7 @@ LANGUAGE, VISION = "language_model.", "visual."
 SERVED_TARGETS = {
     "language.attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "language.mlp": ("gate_proj", "up_proj", "down_proj"),
+    "language.experts": ("gate_proj", "up_proj", "down_proj"),
 }
 
 

@@ -174,9 +174,11 @@ def _server_args(config: Config, device: str, num_nodes: int) -> dict[str, Any]:
         needed |= {
             "enable_lora": True,
             "max_lora_rank": config.lora.rank,
-            "lora_target_modules": [
-                module for target in config.lora.targets for module in SERVED_TARGETS[target]
-            ],
+            "lora_target_modules": list(
+                dict.fromkeys(
+                    module for target in config.lora.targets for module in SERVED_TARGETS[target]
+                )
+            ),
         }
         if device == "cpu":
             needed["lora_backend"] = "torch_native"

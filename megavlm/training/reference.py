@@ -47,7 +47,7 @@ class WithoutAdapters:
         """Find out whether the adapters have been trained. Collective."""
         self._chunks = chunks
         found = [adapter for chunk in chunks for _, adapter in adapters(chunk)]
-        learnt = any(bool(b.any()) for adapter in found for b in adapter.lora_B.values())
+        learnt = any(bool(b.any()) for adapter in found for _, _, b in adapter.pairs())
         self.is_policy = not any_rank(learnt)
 
     @contextmanager

@@ -94,7 +94,7 @@ def local_shards(
     changed = set()
     for chunk in chunks:
         trained = {p.data_ptr() for p in chunk.parameters() if p.requires_grad}
-        adapted = {linear.base.weight.data_ptr(): linear for _, linear in adapters(chunk)}
+        adapted = {adapter.weight.data_ptr(): adapter for _, adapter in adapters(chunk)}
         for held in local_tensors(chunk):
             index = table.get((held.key, held.expert))
             if index is None:

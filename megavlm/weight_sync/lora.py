@@ -1,13 +1,15 @@
 """LoRA adapters that are sent unmerged: their names in PEFT, their layout over ranks, and this
 rank's shards.
 
-Only the linears that SGLang can adapt are covered: the language model's, without experts.
+Only the linears that SGLang can adapt are covered: the language model's. The experts of a layer are
+sent as stacks [E, rank, columns] and [E, rows, rank] for each projection, which SGLang reads as it
+reads one pair for each expert (PEFT's form, with E times as many tensors).
 """
 
 import hashlib
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,9 +23,11 @@ from megavlm.models.common.loading import MEMORY, stack_shape
 from megavlm.models.common.lora import adapters
 from megavlm.models.common.mapping import (
     COLUMNS,
+    EXPERT_COLUMNS,
     REPLICATED,
     ROWS,
     Entry,
+    ShardRule,
     keeps_order,
     same,
 )
@@ -31,6 +35,7 @@ from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync.gather import LocalShard, NamedTensors, gather
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.server_api import Servers
+from megavlm.weight_sync.sglang_layout import PIECE
 from megavlm.weight_sync.trainable import adapted_entries, linear_name
 from megavlm.weight_sync.transports.payload import flatten, payload
 
@@ -66,7 +71,11 @@ class AdapterWeights:
 
     def gather(self, dtype: torch.dtype) -> NamedTensors:
         """Gather all LoRA pairs on rank 0 under PEFT's names; other ranks return []. Collective."""
-        return gather(self.plan, range(len(self.plan.entries)), self.shards, dtype, to=0)
+        every, pairs = range(len(self.plan.entries)), []
+        for name, tensor in gather(self.plan, every, self.shards, dtype, to=0):
+            stack = PIECE.fullmatch(name)
+            pairs.append((stack[1], tensor.transpose(1, 2)) if stack else (name, tensor))
+        return pairs
 
 
 def load_adapter(servers: Servers, name: str, config: dict[str, Any], tensors: NamedTensors) -> int:
@@ -116,7 +125,9 @@ def unload_adapters(servers: Servers, *, but: str) -> None:
 def adapter_config(settings: LoRA, entries: Sequence[Entry]) -> dict[str, Any]:
     """Return the content of PEFT's adapter_config.json."""
     indices = adapted_entries(entries, settings.targets)
-    modules = {_leaf(name) for index in indices for name in entries[index].hf}
+    modules = {
+        part for index in indices for name in entries[index].hf for part in _projections(name)
+    }
     return {
         "peft_type": "LORA",
         "r": settings.rank,
@@ -136,14 +147,18 @@ def adapter_entries(
     from HF's.
     """
     table = []
-    for index in sorted(adapted_entries(entries, settings.targets)):
-        entry = entries[index]
-        assert entry.expert is None, "experts' adapters have no PEFT names"
+    adapted = [entries[i] for i in sorted(adapted_entries(entries, settings.targets))]
+    for _, group in groupby(adapted, key=lambda entry: entry.megatron):
+        experts = list(group)
+        entry = experts[0]
+        if entry.expert is not None:
+            table += _expert_entries(experts, settings.rank)
+            continue
         name = linear_name(entry)
         whole = not keeps_order(entry) or (len(entry.hf) == 3 and layout.tensor > num_kv_heads)
         rows_cut = entry.shard.dim == 0 and not whole
         for hf, (rows, columns) in zip(entry.hf, entry.hf_shapes, strict=True):
-            part, peft = _leaf(hf), PEFT_PREFIX + hf.removesuffix(".weight")
+            (part,), peft = _projections(hf), PEFT_PREFIX + hf.removesuffix(".weight")
             a, b = (settings.rank, columns), (rows, settings.rank)
             cut = COLUMNS if entry.shard == COLUMNS else REPLICATED
             table.append(same(f"{name}.lora_A.{part}", f"{peft}.lora_A.weight", a, cut))
@@ -183,7 +198,30 @@ def _held(chunk: MegatronModule) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.lora_B.{part.name}", b
 
 
-def _leaf(hf: str) -> str:
-    match = re.fullmatch(r".*\.(\w+)\.weight", hf)
-    assert match is not None, f"{hf} is not the weight of a linear"
-    return match[1]
+def _expert_entries(experts: Sequence[Entry], rank: int) -> Iterator[Entry]:
+    """Yield the entries of the pairs on one linear of a layer's experts. The experts of a stack
+    follow each other.
+    """
+    first = experts[0]
+    (hf,), (count, rows, columns) = first.hf, stack_shape(first, first.hf_shapes[0], MEMORY)
+    parts, name = _projections(hf), linear_name(first)
+    assert name is not None
+    down = first.shard == EXPERT_COLUMNS
+    place, _, linear = name.rpartition(".")
+    for part in parts:
+        peft = f"{PEFT_PREFIX}{hf.rpartition('.')[0]}.{part}"
+        for side, shape, dim in (
+            ("lora_A", (count, rank, columns), 1 if down else None),
+            ("lora_B", (count, rows // len(parts), rank), None if down else 0),
+        ):
+            cut = ShardRule(dim, axis="expert_tensor")
+            for entry in experts:
+                key = f"{place}.{entry.expert}.{linear}.{side}.{part}"
+                stack = same(key, f"{peft}.{side}.weight", shape, cut)
+                yield replace(stack, expert=entry.expert)
+
+
+def _projections(hf: str) -> tuple[str, ...]:
+    """Return the projections in the weight of a linear, or in a stack of experts."""
+    leaf = hf.removesuffix(".weight").rpartition(".")[2]
+    return ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)

@@ -1,6 +1,5 @@
 """Full HF tensors on rank 0 from the ranks that hold the shards, and which of them a push sends."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,6 @@ def gathered(
     the first rank of each pipeline stage, else all on rank 0.
     """
     config = inputs_of(folder).config
-    if targets:  # a layer's experts one by one
-        options = replace(options, grouped_experts=False)
     mesh, entries, chunks = build(folder, config, ranks, options)
     if targets:
         add_pairs(chunks, targets)

@@ -29,6 +29,7 @@ from tests.support.lora_runs import (
     Run,
     cut,
     lora_folder,
+    main_gradients,
     set_pairs,
     start,
 )
@@ -138,13 +139,11 @@ def gradient_difference(run: Run, theirs: Any) -> tuple[float, Name | None, list
     """The largest, where it is, and all that was compared."""
     found = {}
     for name, layer in adapters(run.whole):
-        gradients = layer.lora_A.main_grad.split([part.rank for part in layer.parts])
-        for (part, _, b), a_gradient in zip(layer.pairs(), gradients, strict=True):
-            whole_a, whole_b = map(torch.from_numpy, theirs[name, part.name])
+        for part, (a, b) in main_gradients(layer).items():
+            whole_a, whole_b = map(torch.from_numpy, theirs[name, part])
             a_expected, b_expected = cut(layer, whole_a, whole_b)
-            found[name, part.name] = max(
-                difference(a_gradient, a_expected, whole_a),
-                difference(b.main_grad, b_expected, whole_b),
+            found[name, part] = max(
+                difference(a, a_expected, whole_a), difference(b, b_expected, whole_b)
             )
     worst = max(found, key=lambda name: found[name], default=None)
     return found[worst] if worst else 0.0, worst, list(found)

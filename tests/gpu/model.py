@@ -69,11 +69,7 @@ def build(config: Any, mesh: Mesh, options: ModelOptions, *, engine: bool) -> li
     """Return our chunks, randomly initialised. engine: with Transformer Engine's layers, which have
     the fused kernels and the experts in one kernel.
     """
-    options = replace(
-        options,
-        fusions=options.fusions and engine,
-        grouped_experts=options.grouped_experts and engine,
-    )
+    options = replace(options, fusions=options.fusions and engine)
     with layers_of(engine):
         return build_model(config, mesh, options)
 

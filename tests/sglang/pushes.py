@@ -64,7 +64,6 @@ class Trainer:
         return ModelOptions(
             freeze_tower=self.freeze_tower,
             freeze_merger=self.freeze_tower,
-            grouped_experts=not any("experts" in target for target in self.targets),
         )
 
     def start(self) -> tuple[Mesh, list[Entry], list[VisionLanguageModel]]:

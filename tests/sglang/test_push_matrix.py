@@ -30,11 +30,12 @@ from tests.support.timeouts import scaled
 
 START = scaled(600)  # seconds
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
-LORA = ("language.attention", "language.mlp")
+DENSE = ("language.attention", "language.mlp")
+TARGETS = {
+    "qwen3_vl_moe": ("language.attention", "language.experts"),
+    "qwen3_5_moe": (*DENSE, "language.experts"),
+}
 ADAPTED = ("lora", "adapter")
-
-
-DENSE = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 WITH_ADAPTERS = {
     "enable_lora": True,
     "max_lora_rank": RANK,
@@ -70,6 +71,7 @@ SUBSET = [
     Case("qwen3_vl", 2, "one rank", "tensor", "adapter"),
     Case("qwen3_vl_moe", 2, "EP2", "tensor", "tower"),
     Case("qwen3_vl_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
+    Case("qwen3_vl_moe", 2, "EP2xPP2", "tensor", "adapter"),
     Case("qwen3_5", 2, "TP2xPP2", "tensor", "tower"),
     Case("qwen3_5", 2, "CP2", "distributed", "refit"),
     Case("qwen3_5", 2, "PP2", "disk", "frozen tower"),
@@ -77,6 +79,7 @@ SUBSET = [
     Case("qwen3_5", 2, "TP2xPP2", "tensor", "adapter"),
     Case("qwen3_5_moe", 2, "EP2", "value", "refit"),
     Case("qwen3_5_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
+    Case("qwen3_5_moe", 2, "EP2", "tensor", "adapter"),
 ]
 
 
@@ -93,11 +96,8 @@ def everything() -> Iterator[Case]:
     modes = ("tower", "frozen tower", "refit", "lora", "adapter")
     for family, ranks in itertools.product(layouts, (1, 2)):
         ways = ("tensor", "distributed", "disk")
-        yield from (
-            Case(family, ranks, *rest)
-            for rest in itertools.product(layouts[family], ways, modes)
-            if not (family.endswith("_moe") and rest[-1] in ADAPTED)
-        )
+        for rest in itertools.product(layouts[family], ways, modes):
+            yield Case(family, ranks, *rest)
 
 
 QUICK = (
@@ -127,7 +127,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
                         device="cpu",
                         tensor_parallel=ranks,
                         cache_images=False,
-                        server_args=WITH_ADAPTERS if family in DENSE else {},
+                        server_args=WITH_ADAPTERS,
                     ),
                     log_path=root / f"{family}-{ranks}.log",
                     start_timeout=START,
@@ -156,9 +156,8 @@ def test_push(case: Case, server: Callable[[str, int], Served], tmp_path: Path) 
     if case.mode not in ADAPTED:
         weights = tmp_path / "weights"
         changed(served.folder, weights, tower=trains_tower or refit, seed=21)
-    trainer = Trainer(
-        weights, case.layout, not trains_tower, targets=LORA if case.mode in ADAPTED else ()
-    )
+    targets = TARGETS.get(case.family, DENSE) if case.mode in ADAPTED else ()
+    trainer = Trainer(weights, case.layout, not trains_tower, targets=targets)
     way = (case.transport, trainer, tmp_path / "scratch", 7, questions, drawn)
     how = (refit, case.mode == "adapter")
     results = launch(trainer.ranks.world_size, push_and_compare, served, *way, *how)

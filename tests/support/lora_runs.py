@@ -21,7 +21,8 @@ from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import load_hf
 from megavlm.models.common.logprobs import Scoring, TokenScores
 from megavlm.models.common.lora import adapters, add_adapters
-from megavlm.models.common.lora_linear import LoRALinear
+from megavlm.models.common.lora_grouped import ExpertAdapter
+from megavlm.models.common.lora_linear import Adapter, LoRALinear
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.forward_backward import forward_backward, logits
@@ -110,11 +111,11 @@ class Run:
 
 
 def start(folder: Path, ranks: Ranks, **options: Any) -> Run:
-    """The model without adapters, and with experts that take them."""
+    """The model without adapters."""
     inputs = inputs_of(folder)
     config = inputs.config
     mesh = build_mesh(ranks.mesh)
-    model = ModelOptions(sequence=ranks.sequence, grouped_experts=False, **options)
+    model = ModelOptions(sequence=ranks.sequence, **options)
     chunks = build_model(config, mesh, model)
     entries = family(config.model_type).mapping(config)
     for chunk in chunks:
@@ -130,7 +131,20 @@ def start(folder: Path, ranks: Ranks, **options: Any) -> Run:
     return Run(mesh, chunks, parts, groups, copies, distinct_images(cases), wrap(chunks))
 
 
-def cut(layer: LoRALinear, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def main_gradients(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the gradients of A and B by part, from the gradient buffers."""
+    layer, own = adapter, slice(None)
+    if isinstance(adapter, ExpertAdapter):
+        layer, own = adapter.layer, adapter.index
+    assert isinstance(layer, LoRALinear)
+    a = layer.lora_A.main_grad[own].split([part.rank for part in layer.parts])
+    return {
+        part.name: (gradient, layer.lora_B[part.name].main_grad[own])
+        for part, gradient in zip(layer.parts, a, strict=True)
+    }
+
+
+def cut(layer: Adapter, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's pieces of a whole pair."""
     group = layer.placement.group
     if layer.placement.cut == "columns":
@@ -150,7 +164,7 @@ def set_pairs(run: Run) -> None:
             a.copy_(my_a), b.copy_(my_b)
 
 
-def whole_sizes(layer: LoRALinear, a: Tensor, b: Tensor) -> tuple[int, int]:
+def whole_sizes(layer: Adapter, a: Tensor, b: Tensor) -> tuple[int, int]:
     size, how = layer.placement.group.size(), layer.placement.cut
     return b.size(0) * (size if how == "rows" else 1), a.size(1) * (size if how == "columns" else 1)
 
@@ -166,7 +180,7 @@ def whole_pairs(run: Run) -> dict[Name, tuple[Tensor, Tensor]]:
     return found
 
 
-def _joined(layer: LoRALinear, mine: Tensor, dim: int, size: int) -> Tensor:
+def _joined(layer: Adapter, mine: Tensor, dim: int, size: int) -> Tensor:
     if mine.size(dim) == size:
         return mine.clone()
     parts = [torch.empty_like(mine) for _ in range(layer.placement.group.size())]

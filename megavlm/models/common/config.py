@@ -38,8 +38,6 @@ class ModelOptions:
         inputs of every `recompute_layers` layers.
     first_stage_layers, last_stage_layers: Number of language layers on these pipeline stages; None
         splits layers evenly.
-    grouped_experts: On a GPU, compute the experts of a layer with one kernel, which does not
-        support adapters.
     fusions: On a GPU, use fused kernels (`model.fusions`).
     head: Outputs of the last stage. A separate critic has "values", a policy with a shared critic
         has "both".
@@ -56,7 +54,6 @@ class ModelOptions:
     last_stage_layers: int | None = None
     freeze_tower: bool = True
     freeze_merger: bool = True
-    grouped_experts: bool = True
     fusions: bool = True
     head: Literal["tokens", "values", "both"] = "tokens"
 
@@ -81,8 +78,6 @@ class ModelOptions:
             last_stage_layers=parallel.last_stage_layers,
             freeze_tower=model.freeze_tower,
             freeze_merger=model.freeze_merger,
-            grouped_experts=config.lora.rank == 0
-            or not any("experts" in target for target in config.lora.targets),
             fusions=model.fusions,
         )
 
@@ -122,7 +117,7 @@ def language_config(
         batch_p2p_comm=virtual is None,
         # On gloo with overlap, deallocation would corrupt outputs that are still being sent.
         deallocate_pipeline_outputs=platform.has_gpu(),
-        moe_grouped_gemm=has_experts and platform.has_gpu() and options.grouped_experts,
+        moe_grouped_gemm=has_experts and platform.has_gpu(),
         cuda_graph_scope=[],
         attention_softmax_in_fp32=True,
         # Losses are already divided by their global denominator, so gradients are summed and never

@@ -6,12 +6,20 @@ Add adapters after the model's weights are loaded and before its gradient buffer
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import nn
 
 from megavlm.config.lora import LoRA
-from megavlm.models.common.lora_linear import EXPERT_STREAM, LoRALinear, LoRAPart, stable_seed
+from megavlm.models.common.lora_grouped import GroupedLoRALinear
+from megavlm.models.common.lora_linear import (
+    EXPERT_STREAM,
+    Adapter,
+    LoRALinear,
+    LoRAPart,
+    stable_seed,
+)
 from megavlm.models.common.lora_targets import Site, choose, linear_names, sites
 from megavlm.models.common.model import VisionLanguageModel
 
@@ -47,8 +55,8 @@ def add_adapters(model: VisionLanguageModel, settings: LoRA, *, seed: int = 0) -
         _add_expert_stream(seed, model.language_model.pg_collection.ep.rank())
 
 
-def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
-    """Yield (name, layer) of this rank's adapted linear layers, with names in the whole model.
+def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
+    """Yield (name, adapter) of this rank's adapted linear layers, with names in the whole model.
 
     For a dense layer, `NAME.weight` is the key of its weight in checkpoints and in the mapping
     table. The name of an expert's layer has the expert's number in the whole model:
@@ -56,34 +64,36 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
     """
     for module in model.modules():
         if isinstance(module, LoRALinear):
-            yield module.name, module
+            yield from module.adapters()
 
 
 @contextlib.contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Disable adapters within the context. The model then equals its base model bit for bit."""
-    switched = [module for _, module in adapters(model) if module.enabled]
-    for module in switched:
-        module.enabled = False
+    layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    switched = [layer for layer in layers if layer.enabled]
+    for layer in switched:
+        layer.enabled = False
     try:
         yield
     finally:
-        for module in switched:
-            module.enabled = True
+        for layer in switched:
+            layer.enabled = True
 
 
 def _adapted(site: Site, settings: LoRA, seed: int) -> LoRALinear:
     scale = settings.alpha / settings.rank
-    return LoRALinear(
-        getattr(site.owner, site.attribute),
-        name=site.name,
-        parts=[LoRAPart(name, rows, settings.rank, scale) for name, rows in site.parts],
-        placement=site.placement,
-        num_blocks=site.num_blocks,
-        order=site.order,
-        dropout=settings.dropout,
-        seed=seed,
-    )
+    base = getattr(site.owner, site.attribute)
+    options: dict[str, Any] = {
+        "name": site.name,
+        "parts": [LoRAPart(name, rows, settings.rank, scale) for name, rows in site.parts],
+        "placement": site.placement,
+        "dropout": settings.dropout,
+        "seed": seed,
+    }
+    if site.experts is not None:
+        return GroupedLoRALinear(base, ranks=site.experts, **options)
+    return LoRALinear(base, num_blocks=site.num_blocks, order=site.order, **options)
 
 
 def _add_expert_stream(seed: int, expert_rank: int) -> None:

@@ -19,9 +19,9 @@ matrix is summed in the backward pass.
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,19 @@ class Placement:
     is_expert: bool = False
 
 
+class Adapter(Protocol):
+    """Adapter of one linear layer: a LoRALinear, or one expert of a GroupedLoRALinear."""
+
+    @property
+    def parts(self) -> tuple[LoRAPart, ...]: ...
+    @property
+    def placement(self) -> Placement: ...
+    @property
+    def weight(self) -> Tensor: ...
+    def pairs(self) -> Iterator[tuple[LoRAPart, Tensor, Tensor]]: ...
+    def merged_weight(self) -> Tensor: ...
+
+
 class LoRALinear(nn.Module):
     """Adapted linear layer that replaces `base`, with the same kind of output: (output, bias) for
     megatron-core's layers, a tensor for an nn.Linear. Its state dicts have the unchanged keys of
@@ -121,25 +134,14 @@ class LoRALinear(nn.Module):
         self.register_buffer("order", order, persistent=False)
         self.dropout = dropout
         self.enabled = True
-        rows, columns = base.weight.shape
-        ranks = placement.group.size()
-        assert sum(part.rows for part in parts) == rows * (ranks if self._is("fused") else 1), name
-        whole = torch.cat(
-            [
-                _initial_a(part, columns * (ranks if self._is("columns") else 1), name, seed)
-                for part in parts
-            ]
-        )
-        mine = whole.chunk(ranks, dim=1)[placement.group.rank()] if self._is("columns") else whole
-        self.lora_A = nn.Parameter(mine.to(base.weight).contiguous())
-        for part in parts:
-            if part.rank:
-                zeros = base.weight.new_zeros(part.rows, part.rank)
-                self.register_parameter(f"lora_B_{part.name}", nn.Parameter(zeros))
-        self._mark(self.lora_A, 1 if self._is("columns") else None)
-        for b in self.lora_B.values():
-            self._mark(b, 0 if self._is("rows") else None)
+        self._initialise(seed)
+        for key, parameter in self.named_parameters(recurse=False):
+            self._mark(parameter, self._cut_dim(key))
         self.register_load_state_dict_pre_hook(_to_base)
+
+    def adapters(self) -> Iterator[tuple[str, "Adapter"]]:
+        """Yield the name and adapter of each linear layer in this module."""
+        yield self.name, self
 
     @property
     def lora_B(self) -> dict[str, nn.Parameter]:
@@ -158,7 +160,7 @@ class LoRALinear(nn.Module):
         """Yield each adapted part with its A [rank, columns] (rows of `lora_A`) and its B
         [rows, rank].
         """
-        for part, a in zip(self.parts, self.lora_A.split(self._ranks), strict=True):
+        for part, a in zip(self.parts, self.lora_A.split(self._ranks, -2), strict=True):
             if part.rank:
                 yield part, a, self.lora_B[part.name]
 
@@ -167,11 +169,8 @@ class LoRALinear(nn.Module):
         """Return this rank's shard of base + scale B A [rows, columns]. It is computed in fp32 and
         rounded once to the base's dtype, without communication.
         """
-        up = self._up(torch.float32)
-        if self._is("fused"):
-            up = self._my_rows(up)
-        merged = torch.addmm(self.base.weight.float(), up, self.lora_A.float())
-        return merged.to(self.base.weight.dtype)
+        up = self._up(self.lora_B, torch.float32)
+        return merged(self.weight, self.lora_A, self._my_rows(up) if self._is("fused") else up)
 
     def forward(self, x: Tensor) -> Any:
         """Map [..., columns] to [..., rows]. Both are cut as in the base layer."""
@@ -195,12 +194,8 @@ class LoRALinear(nn.Module):
         self.base.backward_dw()
 
     def _add(self, output: Tensor, x: Tensor) -> Tensor:
-        cut, group = self.placement.cut, self.placement.group
-        a, up = self.lora_A, self._up(self.lora_A.dtype)
-        if self.placement.is_expert and cut == "rows":
-            a = copy_to_tensor_model_parallel_region(a, group=group)
-        elif self.placement.is_expert or cut == "fused":
-            up = copy_to_tensor_model_parallel_region(up, group=group)
+        cut = self.placement.cut
+        a, up = self._factors()
         if cut == "fused":
             up = self._my_rows(up)
         down = F.linear(self._drop(x), a)
@@ -208,6 +203,18 @@ class LoRALinear(nn.Module):
             down = self._communicate(down)
         added = torch.addmm(output.flatten(0, -2), down.flatten(0, -2), up.t())
         return added.view_as(output)
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """Return A and scale B of all parts. The gradient of a whole matrix is summed over the
+        ranks that cut the layer, unless `_communicate` or megatron-core sums it.
+        """
+        a, up = self.lora_A, self._up(self.lora_B, self.lora_A.dtype)
+        group = self.placement.group
+        if self.placement.is_expert and self._is("rows"):
+            a = copy_to_tensor_model_parallel_region(a, group=group)
+        elif self.placement.is_expert or self._is("fused"):
+            up = copy_to_tensor_model_parallel_region(up, group=group)
+        return a, up
 
     def _communicate(self, down: Tensor) -> Tensor:
         """Communicate A x [T, 1, R] from the ranks that compute it to the ranks that apply B."""
@@ -220,22 +227,22 @@ class LoRALinear(nn.Module):
             return gather_from_sequence_parallel_region(down, group=group)
         return copy_to_tensor_model_parallel_region(down, group=group)
 
-    def _up(self, dtype: torch.dtype) -> Tensor:
-        """Return scale B of all parts [rows, R] in the fused order. The entries of a part are zero
-        in the columns of the other parts.
+    def _up(self, lora_B: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Return scale B of all parts [..., rows, R] in the fused order, given B [..., rows, rank]
+        of each adapted part. The entries of a part are zero in the columns of the other parts.
         """
         padded, start, total = [], 0, sum(self._ranks)
         for part in self.parts:
             if part.rank:
-                scaled = self.lora_B[part.name].to(dtype) * part.scale
+                scaled = lora_B[part.name].to(dtype) * part.scale
                 padded.append(F.pad(scaled, (start, total - start - part.rank)))
             else:
                 padded.append(self.lora_A.new_zeros(part.rows, total, dtype=dtype))
             start += part.rank
         if self.order is not None:
             return torch.cat(padded).index_select(0, self.order)
-        blocks = [b.view(self.num_blocks, -1, total) for b in padded]
-        return torch.cat(blocks, dim=1).flatten(0, 1)
+        blocks = [b.unflatten(-2, (self.num_blocks, -1)) for b in padded]
+        return torch.cat(blocks, dim=-2).flatten(-3, -2)
 
     def _my_rows(self, up: Tensor) -> Tensor:
         return up.chunk(self.placement.group.size())[self.placement.group.rank()]
@@ -262,9 +269,32 @@ class LoRALinear(nn.Module):
             return _MODEL_PARALLEL_RNG_TRACKER_NAME
         return get_data_parallel_rng_tracker_name()
 
+    def _initialise(self, seed: int) -> None:
+        rows = self.weight.size(0) * (self.placement.group.size() if self._is("fused") else 1)
+        assert sum(part.rows for part in self.parts) == rows, self.name
+        self.lora_A = nn.Parameter(self._drawn_a(self.name, self.weight, seed))
+        for part in self.parts:
+            if part.rank:
+                zeros = self.weight.new_zeros(part.rows, part.rank)
+                self.register_parameter(f"lora_B_{part.name}", nn.Parameter(zeros))
+
+    def _drawn_a(self, name: str, weight: Tensor, seed: int) -> Tensor:
+        """Return this rank's A [R, columns] of a linear layer, drawn as PEFT does."""
+        group = self.placement.group
+        columns = weight.size(1) * (group.size() if self._is("columns") else 1)
+        whole = torch.cat([_initial_a(part, columns, name, seed) for part in self.parts])
+        mine = whole.chunk(group.size(), dim=1)[group.rank()] if self._is("columns") else whole
+        return mine.to(weight).contiguous()
+
     @property
     def _ranks(self) -> list[int]:
         return [part.rank for part in self.parts]
+
+    def _cut_dim(self, key: str) -> int | None:
+        """Return the dim, counted from the end, along which ranks cut a parameter."""
+        if key == "lora_A":
+            return -1 if self._is("columns") else None
+        return -2 if self._is("rows") else None
 
     def _is(self, cut: str) -> bool:
         return self.placement.cut == cut
@@ -281,7 +311,8 @@ class LoRALinear(nn.Module):
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.shared = not is_cut and group.rank() > 0  # type: ignore[attr-defined]
         is_parallel = is_cut or self.placement.is_expert
-        set_tensor_model_parallel_attributes(parameter, is_parallel, cut_dim if is_cut else -1, 1)
+        dim = -1 if cut_dim is None else cut_dim % parameter.ndim
+        set_tensor_model_parallel_attributes(parameter, is_parallel, dim, 1)
         summed_in_backward = self._is("fused") and parameter is not self.lora_A
         if self.placement.sequence and not is_cut and not summed_in_backward:
             parameter.sequence_parallel = True  # type: ignore[attr-defined]
@@ -302,9 +333,7 @@ class LoRALinear(nn.Module):
         group = self.placement.group
         base = sharded_state_dict_default(self.base, prefix, sharded_offsets, metadata, group)
         own = dict(self.named_parameters(recurse=False))
-        cut_dims = {"lora_A": 1} if self._is("columns") else {}
-        if self._is("rows"):
-            cut_dims = {name: 0 for name in own if name != "lora_A"}
+        cut_dims = {key: dim % 2 for key in own if (dim := self._cut_dim(key)) is not None}
         adapters = make_sharded_tensors_for_checkpoint(
             own,
             prefix,
@@ -317,6 +346,11 @@ class LoRALinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.name}, rank={self._ranks}, dropout={self.dropout}"
+
+
+def merged(weight: Tensor, a: Tensor, up: Tensor) -> Tensor:
+    """Return weight + `up` A, computed in fp32 and rounded once."""
+    return torch.addmm(weight.float(), up, a.float()).to(weight.dtype)
 
 
 def is_adapter(key: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -20,29 +21,33 @@ from torch import Tensor, nn
 from megavlm.config.lora import COMPONENTS, LANGUAGE, VISION
 from megavlm.models.common.components import lora_component
 from megavlm.models.common.language import layer_kinds
+from megavlm.models.common.lora_grouped import ExpertRanks
 from megavlm.models.common.lora_linear import Placement
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.models.common.tower import Tower
 from megavlm.models.linear_attention.fused_rows import group_rows, join_gated
 from megavlm.models.linear_attention.gated_delta_net import GatedDeltaNet
 
+Parts = tuple[tuple[str, int], ...]  # HF projection and its number of rows, of each in a layer
+
 
 @dataclass(frozen=True)
 class Site:
     """Linear layer of this rank: `attribute` of the module `owner`.
 
-    parts: (HF projection, its number of rows) for each projection in the layer, in the order of
-        the mapping table's entry.
+    parts: In the order of the mapping table's entry.
     num_blocks, order: As in LoRALinear.
+    experts: Set if the layer is of all experts of this rank, which it computes together.
     """
 
     name: str
     owner: Any
     attribute: str
-    parts: tuple[tuple[str, int], ...]
+    parts: Parts
     placement: Placement
     num_blocks: int = 1
     order: Tensor | None = None
+    experts: ExpertRanks | None = None
 
 
 def choose(targets: Sequence[str], names: Mapping[str, str], *, has_tower: bool) -> set[str]:
@@ -98,9 +103,8 @@ def linear_names(config: TransformerConfig, tower: Tower | None) -> dict[str, st
 
 
 def sites(model: VisionLanguageModel, chosen: set[str]) -> Iterator[Site]:
-    """Yield this rank's chosen linear layers. Raises ValueError if chosen experts are one grouped
-    matrix.
-    """
+    """Yield this rank's chosen linear layers."""
+    groups = model.language_model.pg_collection
     for layer in model.language_model.decoder.layers:
         name = f"{LANGUAGE}decoder.layers.{layer.layer_number - 1}"
         is_linear = isinstance(layer.self_attention, GatedDeltaNet)
@@ -108,16 +112,17 @@ def sites(model: VisionLanguageModel, chosen: set[str]) -> Iterator[Site]:
         found = [*find(layer.self_attention, f"{name}.self_attention")]
         mlp, mlp_name = layer.mlp, f"{name}.mlp"
         if isinstance(layer.mlp, MoELayer):
-            if linears := chosen & {f"{name}.mlp.experts.linear_fc{i}" for i in (1, 2)}:
-                yield from _expert_sites(layer.mlp.experts, f"{name}.mlp.experts", linears)
+            experts = f"{name}.mlp.experts"
+            for site in _expert_sites(layer.mlp.experts, experts, groups):
+                if f"{experts}.{site.attribute}" in chosen:
+                    yield site
             mlp, mlp_name = layer.mlp.shared_experts, f"{name}.mlp.shared_experts"
         if mlp is not None:
             placement = {"group": mlp.tp_group, "sequence": layer.config.sequence_parallel}
             found += _mlp_sites(mlp, mlp_name, **placement)
         yield from (site for site in found if site.name in chosen)
     if model.visual is not None:
-        group = model.language_model.pg_collection.tp
-        for site in _tower_sites(model.visual, group):
+        for site in _tower_sites(model.visual, groups.tp):
             if site.name in chosen:
                 yield site
 
@@ -178,29 +183,32 @@ def _linear_attention_sites(layer: GatedDeltaNet, name: str) -> Iterator[Site]:
 
 
 def _mlp_sites(mlp: Any, name: str, **placement: Any) -> Iterator[Site]:
-    assert mlp.config.gated_linear_unit, "every family's MLP has a gate"
-    rows = mlp.linear_fc1.weight.size(0) // 2
-    first, second = (
-        (("gate_proj", rows), ("up_proj", rows)),
-        (("down_proj", mlp.config.hidden_size),),
-    )
+    first, second = _gated_parts(mlp.config, mlp.linear_fc1.weight)
     yield Site(f"{name}.linear_fc1", mlp, "linear_fc1", first, Placement("rows", **placement))
     yield Site(f"{name}.linear_fc2", mlp, "linear_fc2", second, Placement("columns", **placement))
 
 
-def _expert_sites(experts: Any, name: str, linears: set[str]) -> Iterator[Site]:
-    if not isinstance(experts, SequentialMLP):
-        raise ValueError(
-            f"lora.targets chooses {name}, whose experts are one grouped matrix "
-            f"({type(experts).__name__}), which adapters cannot be put on: use sequential experts "
-            f"(moe_grouped_gemm=false) or leave language.experts out."
-        )
-    first = experts.ep_group.rank() * experts.num_local_experts
-    for index, expert in enumerate(experts.local_experts):
-        placement = {"group": experts.tp_group, "is_expert": True}
-        for site in _mlp_sites(expert, f"{name}.{first + index}", **placement):
-            if f"{name}.{site.attribute}" in linears:
-                yield site
+def _gated_parts(config: TransformerConfig, fc1_weight: Tensor) -> tuple[Parts, Parts]:
+    """Return the parts of both linear layers of an MLP with a gate."""
+    assert config.gated_linear_unit, "every family's MLP has a gate"
+    rows = fc1_weight.size(0) // 2
+    return (("gate_proj", rows), ("up_proj", rows)), (("down_proj", config.hidden_size),)
+
+
+def _expert_sites(experts: Any, name: str, groups: ProcessGroupCollection) -> Iterator[Site]:
+    placement: dict[str, Any] = {"group": experts.tp_group, "is_expert": True}
+    if isinstance(experts, SequentialMLP):
+        start = experts.ep_group.rank() * experts.num_local_experts
+        for number, expert in enumerate(experts.local_experts, start):
+            yield from _mlp_sites(expert, f"{name}.{number}", **placement)
+        return
+    ranks = ExpertRanks(groups.ep, groups.expt_dp)
+    first, second = _gated_parts(experts.config, experts.linear_fc1.weight0)
+    for linear, parts, where in (
+        ("linear_fc1", first, Placement("rows", **placement)),
+        ("linear_fc2", second, Placement("columns", **placement)),
+    ):
+        yield Site(f"{name}.{linear}", experts, linear, parts, where, experts=ranks)
 
 
 def _tower_linears(tower: Tower) -> list[str]:

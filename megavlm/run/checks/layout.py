@@ -119,11 +119,19 @@ def _check_adapters(config: Config, architecture: Values) -> None:
             raise ValueError(
                 f"lora.targets holds {component}, but the model has no {kind}: remove it"
             )
-    if config.rollout.lora == "adapter" and any(experts) and "language.mlp" in targets:
+    if config.rollout.lora != "adapter" or not any(experts) or "language.mlp" not in targets:
+        return
+    if not shared:
         raise ValueError(
-            "rollout.lora=adapter cannot serve lora.targets=language.mlp of a mixture of experts, "
-            "all of whose experts SGLang would adapt: set rollout.lora=merged or "
-            "lora.targets=[language.attention]"
+            "rollout.lora=adapter cannot serve lora.targets=language.mlp of a mixture of experts "
+            "without shared experts, whose dense layers SGLang takes no adapters on: set "
+            "rollout.lora=merged or take language.mlp out"
+        )
+    if "language.experts" not in targets:
+        raise ValueError(
+            "rollout.lora=adapter cannot serve lora.targets=language.mlp without language.experts, "
+            "because SGLang adapts a layer's experts together with its shared expert: add "
+            "language.experts, or set rollout.lora=merged"
         )
 
 

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
 from megavlm.config.lora import COMPONENTS
 from megavlm.models.common.components import LINEARS
 from megavlm.models.common.lora_linear import LoRALinear, LoRAPart, Placement, is_adapter
-from megavlm.models.common.lora_targets import choose, linear_names, sites
+from megavlm.models.common.lora_targets import choose, linear_names
 
 LAYER = "language_model.decoder.layers"
 
@@ -98,33 +97,6 @@ class Group:
 
     def __init__(self, size: int = 1, rank: int = 0) -> None:
         self.size, self.rank = lambda: size, lambda: rank
-
-
-class GroupedExperts(MoELayer):
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.experts = nn.Linear(1, 1)
-        self.shared_experts = None
-
-
-def test_grouped_experts_are_refused_where_they_are_chosen() -> None:
-    config = SimpleNamespace(
-        hidden_size=8,
-        num_attention_heads=4,
-        num_query_groups=2,
-        sequence_parallel=False,
-        attention_output_gate=False,
-    )
-    attention = SimpleNamespace(
-        config=config, pg_collection=SimpleNamespace(tp=Group()), hidden_size_per_attention_head=2
-    )
-    layer = SimpleNamespace(layer_number=3, self_attention=attention, mlp=GroupedExperts())
-    decoder = SimpleNamespace(layers=[layer])
-    model: Any = SimpleNamespace(language_model=SimpleNamespace(decoder=decoder), visual=None)
-    linear = f"{LAYER}.2.self_attention.linear_qkv"
-    assert [site.name for site in sites(model, {linear})] == [linear]
-    with pytest.raises(ValueError, match=r"layers.2.mlp.experts, .* use sequential experts"):
-        list(sites(model, {f"{LAYER}.2.mlp.experts.linear_fc1"}))
 
 
 def adapted(base: nn.Module, group: Any = None, cut: Any = None, **options: Any) -> LoRALinear:

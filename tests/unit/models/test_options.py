@@ -52,7 +52,7 @@ CHANGED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"recompute": {"tower": True}}, {"recompute_tower": True}),
     ({"lora": {"rank": 4}}, {}),
-    ({"lora": {"rank": 4, "targets": ["language.experts"]}}, {"grouped_experts": False}),
+    ({"lora": {"rank": 4, "targets": ["language.experts"]}}, {}),
 ]
 
 

@@ -261,7 +261,7 @@ def test_adapters_alone_are_trained(tmp_path: Path) -> None:
     """rank x (in + out) of each projection, whatever the layout; the model itself is frozen."""
     release, rank = "Qwen3-VL-30B-A3B", 16
     config = released_config(release, tmp_path)
-    options = ModelOptions(dtype=BF16, sequence=True, grouped_experts=False)
+    options = ModelOptions(dtype=BF16, sequence=True)
     cluster = Cluster(Layout(tensor=2, pipeline=4, expert=4, expert_tensor=2), 64, options)
     targets = ("language.attention", "language.experts")
     parts = stages(config, cluster, LoRA(rank=rank, alpha=32, targets=targets))

@@ -174,7 +174,7 @@ REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
     (
         SHARED_EXPERTS,
         ADAPTERS,
-        "rollout.lora=adapter cannot serve lora.targets=language.mlp of a mixture of experts",
+        "rollout.lora=adapter cannot serve lora.targets=language.mlp without language.experts",
     ),
     (
         EXPERTS | {"mlp_only_layers": [2]},

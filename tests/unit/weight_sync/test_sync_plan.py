@@ -147,6 +147,34 @@ def test_adapters_as_tensors_of_their_own(tmp_path: Path) -> None:
     assert b.shard.dim is None  # more ranks than key-value heads: each holds it whole
 
 
+def test_adapters_of_experts_are_stacks(tmp_path: Path) -> None:
+    """Each expert's is on the rank that holds the expert, and they follow each other."""
+    config = released_config("Qwen3-VL-30B-A3B", tmp_path, num_hidden_layers=1)
+    entries = family(config.model_type).mapping(config)
+    settings = LoRA(rank=4, alpha=8.0, targets=("language.experts",))
+    layout = Layout(expert=4, expert_tensor=2)
+    table = adapter_entries(entries, settings, layout, num_kv_heads=4)
+    plan = SyncPlan(table, TrainerRanks(layout, 8, (0,)), frozenset(range(len(table))))
+    experts = "base_model.model.model.language_model.layers.0.mlp.experts"
+    shapes = {
+        "gate_proj.lora_A": ((128, 4, 2048), None),
+        "gate_proj.lora_B": ((128, 768, 4), 0),
+        "up_proj.lora_A": ((128, 4, 2048), None),
+        "up_proj.lora_B": ((128, 768, 4), 0),
+        "down_proj.lora_A": ((128, 4, 768), 1),
+        "down_proj.lora_B": ((128, 2048, 4), None),
+    }
+    assert len(table) == 128 * len(shapes)
+    for start, (name, (shape, dim)) in zip(range(0, len(table), 128), shapes.items(), strict=True):
+        for expert in range(128):
+            entry = table[start + expert]
+            assert entry.hf == (f"{experts}.{name}.weight",) and entry.expert == expert
+            assert (*entry.hf_shapes, entry.shard.dim) == (shape, dim)
+            first = expert // 32 * 2
+            ranks = (first,) if dim is None else (first, first + 1)
+            assert plan.source_ranks[start + expert] == ranks
+
+
 def test_the_printed_plan(tmp_path: Path, write_recipe: Any) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

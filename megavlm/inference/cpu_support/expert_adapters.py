@@ -1,0 +1,47 @@
+"""LoRA adapters on experts on a CPU. SGLang 0.5.23 has them as Triton kernels only."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+from torch import Tensor
+
+
+def install(module: Any) -> None:
+    """Replace the kernels of `module`, SGLang's layers with adapters."""
+    module.FusedMoEWithLoRA._forward_with_lora = _forward
+
+
+def _forward(layer: Any, hidden: Tensor, topk_output: Any, info: Any, **_: Any) -> Tensor:
+    """Return the sum of each token's experts [T, H], with the adapter of its request."""
+    base = layer.base_layer
+    given = base.dispatcher.dispatch(hidden_states=hidden, topk_output=topk_output)
+    x, (weights, experts, _) = given.hidden_states, given.topk_output
+    output = torch.zeros_like(x)
+    for expert in experts.unique().tolist():
+        token, choice = (experts == expert).nonzero(as_tuple=True)
+        slots = info.token_lora_mapping[token]  # -1 without an adapter
+        rows = F.linear(x[token], base.w13_weight[expert])
+        gate_up = (info.gate_up_lora_a_weights, info.gate_up_lora_b_weights)
+        _add(rows, x[token], slots, expert, *gate_up)
+        gate, up = rows.chunk(2, dim=1)
+        inner = F.silu(gate) * up
+        rows = F.linear(inner, base.w2_weight[expert])
+        down = (info.down_lora_a_weights, info.down_lora_b_weights)
+        _add(rows, inner, slots, expert, *down)
+        output.index_add_(0, token, rows * weights[token, choice, None].to(rows.dtype))
+    result: Tensor = base.dispatcher.combine(StandardCombineInput(hidden_states=output))
+    return result
+
+
+def _add(rows: Tensor, x: Tensor, slots: Tensor, expert: int, a: Tensor, b: Tensor) -> None:
+    """Add B A x of each row's adapter. a: [slots, experts, ranks, columns], with the ranks of gate
+    before the ranks of up. b: [slots, experts, rows, rank], already scaled.
+    """
+    parts = a.size(2) // b.size(3)
+    for slot in slots[slots >= 0].unique().tolist():
+        mine = slots == slot
+        downs = F.linear(x[mine], a[slot, expert]).chunk(parts, dim=1)
+        ups = b[slot, expert].chunk(parts)
+        rows[mine] += torch.cat([F.linear(x, y) for x, y in zip(downs, ups, strict=True)], dim=1)
