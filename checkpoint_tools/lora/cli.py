@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -35,12 +35,19 @@ def _lora_export(
         str | None,
         typer.Option(help="Name or folder of the base model (default: as the run recorded it)."),
     ] = None,
+    experts: Annotated[
+        Literal["stacked", "separate"],
+        typer.Option(
+            help="Format of adapters on experts: target_parameters, for peft with transformers 5; "
+            "or a module for each expert, for servers."
+        ),
+    ] = "stacked",
     force: Force = False,
 ) -> None:
     """Export the adapters of a checkpoint, trained under any layout, as a PEFT folder.
 
-    peft loads it on the base model of transformers 5, and SGLang serves it. Adapters of experts
-    become target_parameters, which peft reads and servers do not: use lora-merge for these.
+    peft loads it on the base model of transformers 5, and SGLang serves it. Adapters on experts
+    have two formats, of which peft reads one and servers the other (--experts).
     """
     one_process("lora-export")
     from checkpoint_tools.lora.export_adapters import export_adapters
@@ -52,6 +59,7 @@ def _lora_export(
         step=source.step,
         alpha=source.alpha,
         base=base,
+        separate=experts == "separate",
         force=force,
         show=console.progress,
     )

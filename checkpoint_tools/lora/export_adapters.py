@@ -37,11 +37,14 @@ def export_adapters(
     step: int | None = None,
     alpha: float | None = None,
     base: str | None = None,
+    separate: bool = False,
     force: bool = False,
     show: ShowProgress = no_progress,
 ) -> AdapterExport:
     """Write the adapters of a step (default: the latest) in PEFT's format for transformers 5, in
     their own dtype. The bytes do not depend on the layout that saved the step.
+
+    separate: As in `to_modules`.
 
     Raises ValueError if the base model is unknown, or as `step_adapters` and `output_folder` do.
     """
@@ -53,7 +56,7 @@ def export_adapters(
             f"from a checkpoint trained them on its weights, which export writes as a folder): "
             f"name it by --base."
         )
-    modules = to_modules(adapters)
+    modules = to_modules(adapters, separate=separate)
     total = sum(module.nbytes for module in modules)
     with output_folder(
         peft_dir, sources=weights.folders, force=force, mark=PEFT_CONFIG, nbytes=total

@@ -6,6 +6,8 @@ so PEFT has one pair of twice the rank for both:
     A = [A of gate; A of up]        B = [B of gate, 0; 0, B of up]
 
 On import, pairs of this form are split again. For any other pair, gate and up both get the whole A.
+Modules of single experts (`...mlp.experts.3.gate_proj`), as before transformers 5, are read and
+written as well.
 
 A checkpoint has one rank R and one scale for all modules. Modules with other values are converted
 exactly: A and B are padded with zeros up to R, the largest rank, and training leaves the zeros
@@ -35,8 +37,13 @@ from checkpoint_tools.safetensors_io import Spec
 Split = Callable[[Tensor, Tensor], Pair]
 
 
-def to_modules(adapters: AdapterPairs) -> list[PeftModule]:
-    """Return the PEFT modules of adapters, for transformers 5. Tensors are read on access."""
+def to_modules(adapters: AdapterPairs, *, separate: bool = False) -> list[PeftModule]:
+    """Return the PEFT modules of adapters, for transformers 5. Tensors are read on access.
+
+    separate: A module for each expert's projection, as servers read them, and not one for a stack.
+    """
+    if separate:
+        return [_linear(adapters, projection) for projection in adapters.projections()]
     modules = []
     stacks = {_stack(projection) for projection in adapters.projections()}
     for projections in adapters.linears.values():

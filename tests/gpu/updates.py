@@ -39,8 +39,8 @@ ADAM_ERROR = 1e-5  # of an update, relative to the learning rate
 class Run:
     """A model with its optimizer and the inputs of an update."""
 
-    def __init__(self, mesh: Mesh, lora: LoRA | None = None) -> None:
-        self.config = shapes.parity_config(FAMILY, "tiny" if shapes.is_tiny() else "wide")
+    def __init__(self, mesh: Mesh, lora: LoRA | None = None, family: str = FAMILY) -> None:
+        self.config = shapes.parity_config(family, "tiny" if shapes.is_tiny() else "wide")
         attention = "flash" if platform.has_gpu() else "sdpa"
         options = ModelOptions(dtype=torch.bfloat16, attention=attention)
         torch.manual_seed(0)
@@ -104,7 +104,13 @@ def check_step(mesh: Mesh) -> None:
 
 def check_adapters(mesh: Mesh) -> None:
     """Check that new adapters change nothing, and that an update changes adapters alone."""
-    run = Run(mesh, LoRA(rank=8))
+    _check_adapters(mesh, "adapters", FAMILY, LoRA(rank=8))
+    experts = LoRA(rank=8, targets=("language.experts",))
+    _check_adapters(mesh, "adapters on experts", "qwen3_vl_moe", experts)
+
+
+def _check_adapters(mesh: Mesh, name: str, family: str, lora: LoRA) -> None:
+    run = Run(mesh, lora, family)
     base = run.updater.chunks[0].module
     with adapters_disabled(base):
         plain = run.logprobs()
@@ -122,7 +128,7 @@ def check_adapters(mesh: Mesh) -> None:
         "an update changed the base": any(not is_adapter(name) for name in changed),
     }
     found = [fault for fault, is_true in faults.items() if is_true]
-    report("adapters", fault="; ".join(found) or None, changed=len(changed))
+    report(name, fault="; ".join(found) or None, changed=len(changed))
 
 
 def check_checkpoint(mesh: Mesh) -> None:

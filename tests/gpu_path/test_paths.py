@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 
 from megavlm.checkpointing.folder import step_folder
+from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.reader import StepReader
+from megavlm.checkpointing.save import SaveTarget, save_checkpoint
+from megavlm.parallel.mesh import Layout
+from tests.distributed.test_lora_training import train as lora_training
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 from tests.support.fork import launch
+from tests.support.lora_runs import EXPERTS, lora_folder
 from tests.unit.checkpoints.ranks import assert_equal_tensors, make_hf, start
 
-RANKS = LAYOUTS | EXPERT_LAYOUTS
+RANKS = LAYOUTS | EXPERT_LAYOUTS | {"ETP2": Ranks(Layout(expert_tensor=2), data=2)}
 
 
 def train(hf: Path, ranks: Ranks, source: Path | None, target: Path) -> None:
@@ -32,13 +37,35 @@ def train(hf: Path, ranks: Ranks, source: Path | None, target: Path) -> None:
     run.save(target, 5)
 
 
+def train_adapters(hf: Path, ranks: Ranks, source: Path | None, target: Path) -> None:
+    """As `train`, with adapters on experts."""
+    training = lora_training(hf, ranks, EXPERTS)
+    if source is None:
+        for _ in range(3):
+            training.update()
+    else:
+        load_checkpoint(source, step=3, **training.state)
+    save_checkpoint(SaveTarget(target), 3, training.updater, extra={})
+    training.update()
+    training.update()
+    save_checkpoint(SaveTarget(target), 5, training.updater, extra={})
+
+
+WORK = {"all": train, "adapters": train_adapters}
+
+
 def on_path(
-    path: Literal["cpu", "gpu"], hf: Path, layout: str, source: Path | None, target: Path
+    path: Literal["cpu", "gpu"],
+    hf: Path,
+    layout: str,
+    source: Path | None,
+    target: Path,
+    trained: str = "all",
 ) -> Path:
-    """Run `train` in a process of its own, on the path. Returns its checkpoints."""
+    """Train in a process of its own, on the path. Returns its checkpoints."""
     plain = {name: value for name, value in os.environ.items() if name != "MEGAVLM_GPU_PATH"}
     done = subprocess.run(
-        [sys.executable, "-m", __name__, str(hf), layout, str(source or ""), str(target)],
+        [sys.executable, "-m", __name__, str(hf), layout, str(source or ""), str(target), trained],
         cwd=Path(__file__).parents[2],
         env=plain | ({"MEGAVLM_GPU_PATH": "1"} if path == "gpu" else {}),
         capture_output=True,
@@ -60,20 +87,39 @@ def test_a_run_goes_on_on_the_other_path(family: str, layout: str, tmp_path: Pat
     for path, other in (paths, paths[::-1]):
         stays = on_path(path, hf, layout, None, tmp_path / path)
         goes = on_path(other, hf, layout, stays, tmp_path / f"{path} to {other}")
-        assert_equal_tensors(stays, goes, 3)
-        expected, found = (StepReader(step_folder(folder, 5)) for folder in (stays, goes))
-        assert found.tensors.keys() == expected.tensors.keys()
-        for key in expected.tensors:
-            whole = expected.read(key)
-            bound = 2e-5 * whole.abs().max().item()  # of tests/distributed/test_updates.py
-            np.testing.assert_allclose(found.read(key), whole, rtol=0, atol=bound, err_msg=key)
+        assert_goes_on(stays, goes)
+
+
+def assert_goes_on(stays: Path, goes: Path) -> None:
+    assert_equal_tensors(stays, goes, 3)
+    expected, found = (StepReader(step_folder(folder, 5)) for folder in (stays, goes))
+    assert found.tensors.keys() == expected.tensors.keys()
+    for key in expected.tensors:
+        whole = expected.read(key)
+        bound = 2e-5 * whole.abs().max().item()  # of tests/distributed/test_updates.py
+        np.testing.assert_allclose(found.read(key), whole, rtol=0, atol=bound, err_msg=key)
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_go_on_together_and_one_by_one(tmp_path: Path) -> None:
+    """Under other layouts too: the CPU computes experts one after the other."""
+    hf = lora_folder("qwen3_vl_moe")
+    for name, first, second, other in (
+        ("to", "cpu", "gpu", "ETP2"),
+        ("back", "gpu", "cpu", "one rank"),
+    ):
+        stays = on_path(first, hf, "EP2", None, tmp_path / name, "adapters")
+        goes = on_path(second, hf, "EP2", stays, tmp_path / f"{name} there", "adapters")
+        assert_goes_on(stays, goes)
+        moved = on_path(second, hf, other, stays, tmp_path / f"{name} {other}", "adapters")
+        assert_equal_tensors(stays, moved, 3)
 
 
 if __name__ == "__main__":
-    folder, layout, source, target = sys.argv[1:]
+    folder, layout, source, target, trained = sys.argv[1:]
     from megavlm.parallel import platform
 
     ranks = RANKS[layout]
     arguments = (ranks, Path(source) if source else None, Path(target))
-    launch(ranks.world_size, train, Path(folder), *arguments)
+    launch(ranks.world_size, WORK[trained], Path(folder), *arguments)
     print("gpu" if platform.has_gpu() else "cpu")

@@ -1,4 +1,6 @@
-"""LoRA adapters on experts on a CPU. SGLang 0.5.23 has them as Triton kernels only."""
+"""LoRA adapters on experts on a CPU. SGLang 0.5.23 has them as Triton kernels only, and cuts them
+without regard to the rows that it pads experts with on a CPU.
+"""
 
 from typing import Any
 
@@ -10,7 +12,28 @@ from torch import Tensor
 
 def install(module: Any) -> None:
     """Replace the kernels of `module`, SGLang's layers with adapters."""
-    module.FusedMoEWithLoRA._forward_with_lora = _forward
+    layer = module.FusedMoEWithLoRA
+    cut_a, cut_b = layer.slice_moe_lora_a_weights, layer.slice_moe_lora_b_weights
+
+    def cut_padded_a(self: Any, a: Tensor, rank: int, linear: str) -> Tensor:
+        if linear == "down_proj_moe":
+            a = F.pad(a, (0, _width(self) - a.size(2)))
+        return cut_a(self, a, rank, linear)
+
+    def cut_padded_b(self: Any, b: Tensor, rank: int, linear: str) -> Tensor:
+        if linear == "gate_up_proj_moe":
+            halves = (F.pad(x, (0, 0, 0, _width(self) - x.size(1))) for x in b.chunk(2, dim=1))
+            b = torch.cat([*halves], dim=1)
+        return cut_b(self, b, rank, linear)
+
+    layer.slice_moe_lora_a_weights, layer.slice_moe_lora_b_weights = cut_padded_a, cut_padded_b
+    layer._forward_with_lora = _forward
+
+
+def _width(layer: Any) -> int:
+    """Return the padded width of an expert, over all ranks."""
+    width: int = layer.intermediate_size_per_partition * layer.tp_size
+    return width
 
 
 def _forward(layer: Any, hidden: Tensor, topk_output: Any, info: Any, **_: Any) -> Tensor:

@@ -1,0 +1,24 @@
+"""Weights of experts under their own names in a server with adapters on them.
+
+SGLang 0.5.23 moves a layer's experts into `experts.base_layer` when it adds adapters, but keeps
+looking for `experts.w13_weight` when it loads weights, and ends with a KeyError. The first update
+of a run sends every weight.
+
+SGLang loads this module as a plugin (megavlm_plugins.dist-info).
+"""
+
+from typing import Any
+
+
+def install() -> None:
+    """Make SGLang's layer with adapters name the weights of its experts, as its others do."""
+    from sglang.srt.lora.layers import FusedMoEWithLoRA
+
+    make = FusedMoEWithLoRA.__init__
+
+    def make_named(self: Any, base_layer: Any, *args: Any, **options: Any) -> None:
+        make(self, base_layer, *args, **options)
+        for name, parameter in base_layer.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+
+    FusedMoEWithLoRA.__init__ = make_named
