@@ -4,7 +4,12 @@ from math import isclose
 from pathlib import Path
 
 from checkpoint_tools.compare_weights import WeightComparison, difference
-from checkpoint_tools.lora.peft_folder import PeftModule, is_peft_folder, open_peft
+from checkpoint_tools.lora.peft_folder import (
+    PeftModule,
+    is_one_expert,
+    is_peft_folder,
+    open_peft,
+)
 from checkpoint_tools.lora.peft_modules import to_modules
 from checkpoint_tools.lora.step_adapters import step_adapters
 from checkpoint_tools.safetensors_io import Spec
@@ -23,7 +28,12 @@ def compare_adapters(
     if alpha is not None and is_peft_folder(a) and is_peft_folder(b):
         raise ValueError(f"{a} and {b} have their own alphas: leave --alpha out.")
     result = WeightComparison()
-    left, right = _modules(a, alpha), _modules(b, alpha)
+    folders = {path: open_peft(path).modules for path in (a, b) if is_peft_folder(path)}
+    separate = any(is_one_expert(module) for found in folders.values() for module in found)
+    left, right = (
+        {module.name: module for module in folders.get(path) or _saved(path, alpha, separate)}
+        for path in (a, b)
+    )
     with show("verify", sum(module.nbytes for module in left.values())) as advance:
         for name in left | right:
             x, y = left.get(name), right.get(name)
@@ -37,13 +47,11 @@ def compare_adapters(
     return result
 
 
-def _modules(path: Path, alpha: float | None) -> dict[str, PeftModule]:
-    if is_peft_folder(path):
-        return {module.name: module for module in open_peft(path).modules}
+def _saved(path: Path, alpha: float | None, separate: bool) -> list[PeftModule]:
+    """Return the adapters of a checkpoint. separate: As in `to_modules`."""
     if (path / "config.json").is_file():
         raise ValueError(f"{path} is a model folder: it holds no adapters to compare.")
-    adapters = step_adapters(step_weights(path), alpha=alpha)
-    return {module.name: module for module in to_modules(adapters)}
+    return to_modules(step_adapters(step_weights(path), alpha=alpha), separate=separate)
 
 
 def _problems(x: PeftModule, y: PeftModule) -> list[str | None]:

@@ -69,6 +69,11 @@ def is_peft_folder(path: Path) -> bool:
     return (path / PEFT_CONFIG).is_file() and not (path / "config.json").is_file()
 
 
+def is_one_expert(module: PeftModule) -> bool:
+    """Return True for the module of one expert, which servers read, and not of a stack."""
+    return re.search(r"\.experts\.\d+\.", module.name) is not None
+
+
 def open_peft(path: Path) -> PeftFolder:
     """Open a PEFT folder.
 

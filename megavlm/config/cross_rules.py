@@ -310,7 +310,7 @@ def _check_adapters(config: Config) -> None:
     if others:
         raise ValueError(
             f"rollout.lora=adapter cannot serve lora.targets={others[0]}: SGLang takes adapters on "
-            f"{' and '.join(SERVED_TARGETS)} from a trainer; set rollout.lora=merged"
+            f"{', '.join(SERVED_TARGETS)} from a trainer; set rollout.lora=merged"
         )
 
 

@@ -41,8 +41,8 @@ class LoRA(Section):
     targets: tuple[str, ...] = ("language.attention", "language.mlp")
     """Linear layers that get adapters. A target is a component (language.attention,
     language.linear_attention, language.mlp, language.experts, vision.attention, vision.mlp,
-    vision.merger) or the full path of a linear layer, in which * matches anything. The default
-    leaves the vision tower unchanged."""
+    vision.merger) or the full path of a linear layer, in which * matches anything. Each expert of
+    language.experts has adapters of its own. The default leaves the vision tower unchanged."""
 
     @property
     def adapts_tower(self) -> bool:

@@ -179,7 +179,8 @@ class Rollout(Section):
 
     lora: Literal["merged", "adapter"] = "merged"
     """Form in which adapters are sent to the servers. `merged` sends the weights that they change;
-    `adapter` sends only the adapters, which is less to send but slower to serve."""
+    `adapter` sends only the adapters, which is less to send but slower to serve, and needs
+    `lora.targets` among language.attention, language.mlp and language.experts."""
 
     server_args: dict[str, Any] = field(default_factory=dict)
     """Further options of sglang.launch_server by their long names, for example

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint_tools.export_hf import WriteOptions, export_hf
+from checkpoint_tools.lora.compare import compare_adapters
 from checkpoint_tools.lora.export_adapters import export_adapters
 from checkpoint_tools.lora.import_adapters import import_adapters
 from checkpoint_tools.lora.merge_adapters import merge_adapters, open_peft_adapters
@@ -21,6 +22,7 @@ from tests.parity.table import FAMILIES
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoint_tools.lora_models import (
     PROJECTIONS,
+    STACKS,
     Tensors,
     configure,
     load,
@@ -183,6 +185,33 @@ def unstack(tensors: Tensors) -> Tensors:
             case _:
                 found[name] = x
     return found
+
+
+@pytest.mark.parametrize("family", [MOE, "qwen3_5_moe"])
+def test_experts_go_out_as_modules_and_come_back(
+    family: str, hf_folder: Folder, tmp_path: Path
+) -> None:
+    """The same adapters as in stacks, bit by bit; a module has the rank of the others."""
+    hf = hf_folder(family)
+    make_adapters(hf, tmp_path / "peft", target_parameters=STACKS)
+    import_adapters(tmp_path / "peft", tmp_path / "first", base=hf)
+    export_adapters(tmp_path / "first", tmp_path / "stacked")
+    export_adapters(tmp_path / "first", tmp_path / "modules", separate=True)
+    config = json.loads((tmp_path / "modules" / "adapter_config.json").read_text())
+    assert config["rank_pattern"] == config["alpha_pattern"] == {}
+    assert "target_parameters" not in config
+    tensors = load_file(tmp_path / "modules" / "adapter_model.safetensors")
+    expected = unstack(load_file(tmp_path / "stacked" / "adapter_model.safetensors"))
+    assert tensors.keys() == expected.keys()
+    assert all(tensors[name].equal(x) for name, x in expected.items())
+
+    import_adapters(tmp_path / "modules", tmp_path / "second", base=hf)
+    export_adapters(tmp_path / "second", tmp_path / "again")
+    for name in FILES:
+        assert filecmp.cmp(tmp_path / "stacked" / name, tmp_path / "again" / name, False)
+    for folder in ("stacked", "modules"):
+        result = compare_adapters(tmp_path / folder, tmp_path / "second")
+        assert result.equal and not result.different
 
 
 def rename(old: str, new: str) -> Callable[[Tensors], Tensors]:

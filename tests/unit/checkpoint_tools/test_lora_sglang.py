@@ -16,7 +16,7 @@ from tests.unit.checkpoint_tools.lora_models import make_adapters
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_sglang_finds_every_pair(family: str, hf_folder: Folder, tmp_path: Path) -> None:
     define_torchvision_operators()
     from sglang.srt.lora.lora import LoRAAdapter
@@ -25,7 +25,7 @@ def test_sglang_finds_every_pair(family: str, hf_folder: Folder, tmp_path: Path)
     hf = hf_folder(family)
     make_adapters(hf, tmp_path / "peft", alpha_pattern={"v_proj": 12})
     import_adapters(tmp_path / "peft", tmp_path / "checkpoint", base=hf)
-    export_adapters(tmp_path / "checkpoint", tmp_path / "out")
+    export_adapters(tmp_path / "checkpoint", tmp_path / "out", separate=True)
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
     text = AutoConfig.from_pretrained(hf).text_config
     nothing: Any = None  # neither a loader nor kernels are asked for
@@ -37,13 +37,13 @@ def test_sglang_finds_every_pair(family: str, hf_folder: Folder, tmp_path: Path)
         fused = layer.weights[f"{place}.self_attn.qkv_proj.lora_A.weight"]
         parts = [tensors[f"{place}.self_attn.{x}_proj.lora_A.weight"] for x in "qkv"]
         assert torch.equal(fused, torch.cat(parts))
+        is_moe = any(f"{place}.mlp.experts." in name for name in tensors)
+        mlps = (
+            [f"mlp.experts.{expert}" for expert in range(text.num_experts)] if is_moe else ["mlp"]
+        )
+        linears = [f"{mlp}.{linear}" for mlp in mlps for linear in ("gate_up_proj", "down_proj")]
         assert set(layer.weights) == {
             f"{place}.{name}.lora_{side}.weight"
-            for name in (
-                "self_attn.qkv_proj",
-                "self_attn.o_proj",
-                "mlp.gate_up_proj",
-                "mlp.down_proj",
-            )
+            for name in ("self_attn.qkv_proj", "self_attn.o_proj", *linears)
             for side in "AB"
         }
