@@ -146,7 +146,7 @@ def adapter_entries(
     tensor-parallel ranks than key-value heads, and for a fused linear whose order of rows differs
     from HF's.
     """
-    table = []
+    table: list[Entry] = []
     adapted = [entries[i] for i in sorted(adapted_entries(entries, settings.targets))]
     for _, group in groupby(adapted, key=lambda entry: entry.megatron):
         experts = list(group)
