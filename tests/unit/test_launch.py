@@ -121,6 +121,20 @@ def test_slurm_fills_the_last_node_with_servers_and_trains_on_the_others(
         assert environment[key] not in text  # no argument list has one
 
 
+def test_all_nodes_train_where_the_trainer_starts_its_servers(
+    notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLOUT_NODES", "0")
+    done = launch("slurm.sbatch", RECIPE, "rollout.colocate=true")
+    assert (done.returncode, done.stderr) == (0, "")
+    text = notes.read_text()
+    assert f"megavlm train {RECIPE} rollout.colocate=true --dry-run\nWORLD_SIZE=24" in text
+    assert f"--nodelist node0,node1,node2 megavlm train {RECIPE} rollout.colocate=true\n" in text
+    assert "megavlm.slurm.servers" not in text and "rollout.urls" not in text
+    environment = notes.with_name("notes.env").read_text()
+    assert "MEGAVLM_NODES=3\n" in environment and "WORLD_SIZE=24\n" in environment
+
+
 def test_a_server_takes_several_nodes(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes of two GPUs for a server of four: the first one has its address."""
     port = 10000 + 77 * 20
