@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from megavlm.models.common.config import ModelOptions
+from tests.distributed.test_lora_training import gradients as adapter_gradients
 from tests.parity.cases import packs_of
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import distinct_images
 from tests.parity.runs import Run
-from tests.parity.table import LAYOUTS, OPTIONS, Case
+from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, OPTIONS, Case
 from tests.parity.test_parity import check
 from tests.support.fork import launch
+from tests.support.lora_runs import EXPERTS, lora_folder
 
 OPTIONS["no fusions"] = replace(OPTIONS[""], fusions=False)
 CASES = [
@@ -47,6 +50,18 @@ FUSED = {
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_transformers(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.parametrize("modules", [("moe_act",), ("moe", "core_attn")])
+def test_experts_with_adapters_are_computed_again(modules: tuple[str, ...]) -> None:
+    """`moe_act` frees the input of the second linear layer, which its adapters need too."""
+    folder, ranks = lora_folder("qwen3_vl_moe"), EXPERT_LAYOUTS["EP2"]
+    again = {"recompute": "selective", "recompute_modules": modules}
+    kept = launch(2, adapter_gradients, folder, ranks, EXPERTS, 0.0, {})
+    found = launch(2, adapter_gradients, folder, ranks, EXPERTS, 0.0, again)
+    for expected, gradients in zip(kept, found, strict=True):
+        for name, gradient in expected.items():
+            np.testing.assert_array_equal(gradients[name], gradient, err_msg=name)
 
 
 @pytest.mark.parametrize("fusions", [True, False])
