@@ -137,6 +137,37 @@ def test_layers_of_linear_attention(world: World, family: str) -> None:
 
 
 @pytest.mark.slow
+def test_adapters_on_experts_are_served(world: World) -> None:
+    """Each rank has half of the experts; the server has the base, and each step's adapters."""
+    model = world.root / "qwen3_vl_moe"
+    sets = (world.root / f"data/{name}.parquet" for name in ("train", "test", "warm_start"))
+    make_tiny_model(model, DemoData(*sets, "task").texts(), seed=0, family="qwen3_vl_moe")
+    recipe = world.recipe(
+        "experts",
+        model={"folder": str(model)},
+        parallel={"data": 2, "expert": 2},
+        lora={"rank": 4, "alpha": 16, "targets": ["language.attention", "language.experts"]},
+        algorithm=GRPO | {"steps": 2},
+        optimizer={"lr": 1e-3},
+        rollout={"temperature": 0.7, "lora": "adapter"},
+        checkpoint={"export_hf": True, "verify_export": True},
+    )
+    done = world.megavlm("train", recipe)
+    assert done.returncode == 0, done.stderr
+    steps = world.metrics("experts")
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["rollout_max_difference"] < 1e-4 for step in steps)
+    assert steps[1]["kl_reference"] > 1e-4, "it moved from the start"
+    run = world.root / "experts"
+    assert json.loads((run / "result.json").read_text())["export_logit_difference"] < 1e-5
+    with safe_open(run / "hf/model.safetensors", "pt") as exported:
+        with safe_open(model / "model.safetensors", "pt") as start:
+            for name in ("gate_up_proj", "down_proj"):
+                key = f"model.language_model.layers.1.mlp.experts.{name}"
+                assert not exported.get_tensor(key).equal(start.get_tensor(key)), key
+
+
+@pytest.mark.slow
 def test_a_server_that_does_not_start_is_one_sentence(world: World) -> None:
     recipe = world.recipe(
         "broken_server", parallel={"tensor": 1}, algorithm=GRPO, rollout={"start_timeout": 0.5}
