@@ -170,7 +170,7 @@ def test_launch_script_arguments(write_recipe: Any) -> None:
     assert words[:2] == ["--model-path", "models/a b"]
     assert " ".join(words[2:]) == (
         "--device cuda --dtype bfloat16 --tp-size 4 --log-level warning "
-        "--prefill-decode-interval 0 --cuda-graph-max-bs-decode 128"
+        "--mem-fraction-static 0.85 --prefill-decode-interval 0 --cuda-graph-max-bs-decode 128"
     )
 
 

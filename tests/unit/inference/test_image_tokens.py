@@ -58,7 +58,7 @@ def test_a_large_prompt_is_not_overtaken() -> None:
         groups = client.generate(prompts, n=1, sampling=LONG)
         asked = [body["input_ids"][0][0] for body in fake.bodies("/generate")]
     assert asked == [0, 1, 2, 3, 4]
-    assert [group[0].token_ids for group in groups] == [(place, 0) for place in range(5)]
+    assert [tuple(group[0].token_ids) for group in groups] == [(place, 0) for place in range(5)]
 
 
 def test_images_hold_no_responses_places_on_a_gpu() -> None:

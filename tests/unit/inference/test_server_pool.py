@@ -217,7 +217,7 @@ def test_a_server_killed_in_mid_batch_loses_and_doubles_nothing() -> None:
             death.start()
             groups = client.generate(prompts, n=2, sampling=SAMPLING, weight_version=1)
             death.join()
-            assert [[r.token_ids for r in group] for group in groups] == [
+            assert [[tuple(r.token_ids) for r in group] for group in groups] == [
                 [(i, 0), (i, 1)] for i in range(12)
             ]
             asked = [ids[0] for body in b.bodies("/generate") for ids in body["input_ids"]]
@@ -248,7 +248,7 @@ def test_when_all_servers_died_the_batch_continues_after_a_refit(
             prompts, n=2, sampling=SAMPLING, refit=refit, begun=[begun[0], [], []]
         )
         assert len(refits) == 1 and groups[0] is not begun[0] and groups[0] == begun[0]
-    assert [[r.token_ids for r in group] for group in groups] == [
+    assert [[tuple(r.token_ids) for r in group] for group in groups] == [
         [(i, 0), (i, 1)] for i in range(3)
     ]
 

@@ -1,12 +1,12 @@
 """Episodes of a scripted policy: what is sent, and what is trained on."""
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megavlm.config.algorithm import GRPO
 from megavlm.data.chat import Message
 from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import make_pack
@@ -182,9 +182,7 @@ def test_a_tree_has_each_turn_below_the_one_before(
 
 
 def test_rewards_come_at_the_ends_of_turns(processor: Processor, manager: RewardManager) -> None:
-    settings: Any = SimpleNamespace(
-        mask_truncated=False, overlong_buffer=0, loss_aggregation="token_mean"
-    )
+    settings = GRPO(mask_truncated=False)
     policy = Policy(processor, "5", "3", "3")
     episodes = play(processor, manager, policy, "vqa_retry", max_turns=2)
     group = Group(processor.prompt(ROW), episodes=episodes)
@@ -222,9 +220,7 @@ def test_a_response_ends_its_episode_at_another_stop_token_and_is_not_truncated(
 ) -> None:
     """As where it is cut short, it is scored; but its tokens are trained on, the last one too."""
     other = processor.suppressed_ids[0]
-    settings: Any = SimpleNamespace(
-        mask_truncated=True, overlong_buffer=0, loss_aggregation="token_mean"
-    )
+    settings = GRPO(mask_truncated=True)
 
     class Ending(Policy):
         def respond(self) -> Response:
