@@ -106,4 +106,6 @@ def test_switches_faults_and_a_resume_change_nothing(world: World) -> None:
     assert "seconds/switch" not in world.metrics("alone")[0]
     shared, alone = state(folder), state(world.root / "alone")
     assert shared.keys() == alone.keys() and any("exp_avg" in key for key in shared)
+    trained = sum(x.nbytes for key, x in shared.items() if key.startswith("language_model."))
+    assert steps[-1]["sync_bytes"] == 2 * trained, "each server receives its weights once"
     assert [key for key in shared if not torch.equal(shared[key], alone[key])] == []
