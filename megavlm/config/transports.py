@@ -12,15 +12,10 @@ from dataclasses import asdict, dataclass
 class TransportTraits:
     """Traits of a transport."""
 
-    by_stage: bool
-    """The first rank of each pipeline stage sends the stage's tensors, all stages at the same time.
-    Otherwise rank 0 sends everything."""
-
-    slices: bool
-    """Each rank of a server with the megavlm loaders gets only the slices that it stores."""
-
-    in_session: bool
-    """Servers take the tensors only between begin_weight_update and end_weight_update."""
+    needs_loader: bool
+    """Every trainer rank sends its own shards, and each rank of a server gets only what it stores,
+    through the megavlm loader. Otherwise the first rank of each pipeline stage gathers the stage's
+    tensors, and servers read whole ones."""
 
     one_machine: bool
     """Servers open handles of GPU memory, so that servers with GPUs must be on the machine of the
@@ -32,19 +27,13 @@ class TransportTraits:
 
 # By their name in `rollout.sync`.
 TRANSPORT_TRAITS: Mapping[str, TransportTraits] = {
-    "tensor": TransportTraits(
-        by_stage=False, slices=True, in_session=True, one_machine=True, colocates=True
-    ),
+    "tensor": TransportTraits(needs_loader=True, one_machine=True, colocates=True),
     "distributed": TransportTraits(
-        by_stage=True,
-        slices=True,
-        in_session=True,
+        needs_loader=True,
         one_machine=False,
         colocates=False,  # ranks of an NCCL group each need a GPU of their own
     ),
-    "disk": TransportTraits(
-        by_stage=True, slices=False, in_session=False, one_machine=False, colocates=True
-    ),
+    "disk": TransportTraits(needs_loader=False, one_machine=False, colocates=True),
 }
 
 

@@ -27,10 +27,8 @@ from typing import Any
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOOK_EVERY = 2.0  # seconds between the reaper's checks
 SHARED_MEMORY = "/dev/shm/sgl"  # noqa: S108  begin of the names of SGLang's files
-# Weight loaders of server_support: slices in a request or in this machine's memory, and slices by
-# process groups.
-LOADERS = ("megavlm_weights.load_slices", "megavlm_weights.receive_slices")
-# Listed with the loaders, so that /server_info tells that the server takes videos. No weights are
+LOADER = "megavlm_weights.receive"  # of server_support
+# Listed with the loader, so that /server_info tells that the server takes videos. No weights are
 # loaded by it.
 VIDEOS = "megavlm_videos.processed"
 
@@ -146,7 +144,7 @@ def main() -> None:
     # there. The folder of the package itself comes last.
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path += [os.path.join(folder, "server_support"), os.path.dirname(os.path.dirname(folder))]
-    sys.argv += ["--custom-weight-loader", *LOADERS, VIDEOS]
+    sys.argv += ["--custom-weight-loader", LOADER, VIDEOS]
     sys.argv += ["--api-key", keys["api_key"], "--admin-api-key", keys["admin_api_key"]]
     # Import without garbage collection, which is faster; see megavlm/process.py.
     atexit.register(gc.unfreeze)

@@ -121,12 +121,10 @@ def sampling(config: Config, processor: Processor) -> Sampling:
 
 
 def at_version(config: Config, how: Sampling, version: int | None) -> Sampling:
-    """Return sampling parameters for one weight version. If servers hold LoRA adapters, they name
-    the version's adapter; if a push does not empty the prefix cache, they get a cache key of their
-    own.
+    """Return sampling parameters for one weight version. They have its cache key, because a push
+    does not empty the servers' prefix caches, and name its adapter if servers hold LoRA adapters.
     """
     if version is None:
         return how
     adapter = None if config.rollout.lora == "merged" else adapter_name(version)
-    key = str(version) if config.rollout.pause == "in_place" else None
-    return replace(how, adapter=adapter, cache_key=key)
+    return replace(how, adapter=adapter, cache_key=str(version))

@@ -2,9 +2,7 @@
 
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -16,23 +14,24 @@ from megavlm.inference.server_pool.receivers import Receivers
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
+from megavlm.parallel import platform
 from megavlm.parallel.mesh import Mesh
 from megavlm.weight_sync.coordinator import OpenAttempt, SyncCoordinator
-from megavlm.weight_sync.gather import gather, local_shards
+from megavlm.weight_sync.gather import local_shards
 from megavlm.weight_sync.lora import AdapterWeights
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
-from megavlm.weight_sync.sender import Sender
-from megavlm.weight_sync.server_api import Servers, control_client
+from megavlm.weight_sync.server_api import control_client
 from megavlm.weight_sync.sglang_layout import linear_rows
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports import TRANSPORTS
-from megavlm.weight_sync.transports.base import Transport
+from megavlm.weight_sync.transports.base import Sending, Transport
 from megavlm.weight_sync.update import (
+    CPU_PORTION,
+    GPU_PORTION,
     SendReport,
     SyncAttempt,
     SyncReport,
     SyncSettings,
-    TensorBucket,
 )
 
 T = TypeVar("T")
@@ -65,16 +64,12 @@ class WeightSync:
         self._transport, self._settings = transport, settings
         self._adapters, self._group = adapters, group
         self._http = control_client()
-        # The sending rank of each pipeline stage; a single rank sends the tensors of all stages.
-        stages = plan.trainer.layout.pipeline if transport.traits.by_stage else 1
-        self._senders = tuple(plan.trainer.first_of(stage) for stage in range(stages))
         self._coordinator = None
         if receivers is not None:
             self._coordinator = SyncCoordinator(
                 receivers,
                 transport,
                 settings,
-                self._senders,
                 http=self._http,
                 adapter_config=None if adapters is None else adapters.config,
             )
@@ -107,6 +102,7 @@ class WeightSync:
             linear_rows=linear_rows(text),
             pause=config.rollout.pause,
             timeout=config.rollout.request_timeout,
+            bucket_bytes=GPU_PORTION if platform.has_gpu() else CPU_PORTION,
         )
         return cls(
             SyncPlan(entries, trainer, changed),
@@ -137,21 +133,17 @@ class WeightSync:
 
         def open_attempt(coordinator: SyncCoordinator) -> SyncAttempt:
             nonlocal opened
-            opened = coordinator.open(without, full=full)
+            opened = coordinator.open(str(version), without, full=full)
             return opened.shared
 
         attempt = self._decide(version, open_attempt)
-        buckets, sent = self._buckets(attempt), None
-        if dist.get_rank() in self._senders:
-            sent = self._sender(attempt, opened).send(buckets)
-        else:
-            deque(buckets, maxlen=0)  # sends nothing, but takes part in gathering
-        reports = self._gather_reports(sent)
+        servers = opened.servers if opened is not None else None
+        sending = Sending(self._plan, self._shards, self._settings, attempt, servers)
+        reports = self._gather_reports(self._transport.send(sending))
         pairs = [] if self._adapters is None else self._adapters.gather(self._settings.dtype)
 
         def close_attempt(coordinator: SyncCoordinator) -> SyncReport:
-            assert opened is not None
-            return coordinator.close(opened, reports, str(version), pairs, started)
+            return coordinator.close(sending, reports, pairs, started)
 
         report = self._decide(version, close_attempt)
         self.version = version
@@ -183,29 +175,8 @@ class WeightSync:
         result: T = decided[0]
         return result
 
-    def _buckets(self, attempt: SyncAttempt) -> Iterator[TensorBucket]:
-        """Gather all buckets, and yield the buckets that this rank sends. Collective."""
-        dtype, rank = self._settings.dtype, dist.get_rank()
-        buckets = self._plan.buckets(
-            full=bool(attempt.refitted),
-            itemsize=dtype.itemsize,
-            max_bytes=self._settings.bucket_bytes,
-        )
-        for bucket in buckets:
-            to = self._senders[bucket.stage % len(self._senders)]
-            tensors = gather(self._plan, bucket.entries, self._shards, dtype, to=to)
-            if rank == to:
-                urls = attempt.urls if bucket.changed else attempt.refitted
-                yield TensorBucket(tensors, urls, bucket.changed)
-
-    def _sender(self, attempt: SyncAttempt, opened: OpenAttempt | None) -> Sender:
-        if opened is not None:  # on rank 0
-            return Sender(lambda: opened.delivery, opened.servers, attempt)
-        servers = Servers(attempt.receivers, timeout=self._settings.timeout, http=self._http)
-        return Sender(partial(self._transport.open, servers, attempt), servers, attempt)
-
-    def _gather_reports(self, mine: SendReport | None) -> list[SendReport]:
-        """Return the reports of all sending ranks on rank 0, and [] on other ranks. Collective."""
+    def _gather_reports(self, mine: SendReport) -> list[SendReport]:
+        """Return the reports of all ranks on rank 0, and [] on other ranks. Collective."""
         reports: list[SendReport | None] | None = None
         if dist.get_rank() == 0:
             reports = [None] * dist.get_world_size()

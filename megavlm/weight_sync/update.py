@@ -1,15 +1,15 @@
 """Data of a weight update, shared by ranks, coordinator and transports."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megavlm.inference.server_pool.receivers import Receiver
-from megavlm.weight_sync.checksums import Expected
 from megavlm.weight_sync.sglang_layout import ServerLayout
+
+GPU_PORTION, CPU_PORTION = 2**31, 2**28  # bytes
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,9 @@ class SyncSettings:
 
     dtype: The dtype of the servers' weights. num_kv_heads, tied_embeddings, linear_rows: Properties
     of the language model; see ServerLayout. pause: SGLang's pause mode (abort, retract or
-    in_place). timeout: Seconds for a request to a server. bucket_bytes: Size of a bucket; a sending
-    rank holds two buckets.
+    in_place). timeout: Seconds for a request to a server, and for a portion. bucket_bytes: Bytes
+    that a rank of a server receives, and a rank of the trainer sends, in one portion; each holds
+    two portions. The transport through files gathers as many on a rank.
     """
 
     dtype: torch.dtype
@@ -28,27 +29,24 @@ class SyncSettings:
     linear_rows: tuple[int, int] | None = None
     pause: str = "abort"
     timeout: float = 300.0
-    bucket_bytes: int = 2**28
+    bucket_bytes: int = CPU_PORTION
 
 
 @dataclass(frozen=True)
 class SyncAttempt:
     """One attempt to update the servers, the same on every rank.
 
-    receivers: Servers that take part. layouts: Server layout by URL. refitted: URLs of the servers
-    that get every tensor; the others get only tensors that training can change. compared: URLs of
-    the servers whose checksums can be computed here. parameters: Names, by URL, of the parameters
-    that a server takes in slices; a server that is missing here takes whole tensors only. senders:
-    Trainer ranks that send tensors. rendezvous: Data of rank 0's transport that the other ranks'
-    transports need.
+    receivers: Servers that take part. layouts: Server layout by URL. loading: URLs of the servers
+    that load weights. refitted: URLs of the servers that get every tensor; the others get only
+    tensors that training can change. version: Weight version that servers have afterwards.
+    rendezvous: Data of rank 0's transport that the other ranks' transports need.
     """
 
     receivers: tuple[Receiver, ...]
     layouts: Mapping[str, ServerLayout]
+    loading: tuple[str, ...]
     refitted: tuple[str, ...]
-    compared: tuple[str, ...]
-    parameters: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    senders: tuple[int, ...] = (0,)
+    version: str
     rendezvous: Any = None
 
     @property
@@ -57,32 +55,18 @@ class SyncAttempt:
 
 
 @dataclass(frozen=True)
-class TensorBucket:
-    """Tensors that are sent together, contiguous or not, under their HF names. They are whole
-    tensors, except that a stack of experts may be split into pieces (`sglang_layout.PIECE`).
-
-    urls: Servers that get the tensors. changed: True if training can change the tensors.
-    """
-
-    tensors: Sequence[tuple[str, Tensor]]
-    urls: tuple[str, ...]
-    changed: bool
-
-
-@dataclass(frozen=True)
 class SendReport:
     """What one rank has sent in an attempt.
 
-    bytes, tensors: Bytes and HF tensors that were sent. changed: Checksums that every server must
-    have now. rest: Further checksums that refitted servers must have. lost: Reasons, by URL, of the
+    bytes, tensors: Bytes and HF tensors that were sent. sums: Checksums, as the transport compares
+    them with the servers'. lost: Reasons, by URL, of the
     servers that failed. error: Why the rank stopped; None if it sent everything. is_own_fault: True
     if no server caused the error.
     """
 
     bytes: int
     tensors: int
-    changed: Expected
-    rest: Expected
+    sums: Any
     lost: Mapping[str, str]
     error: str | None
     is_own_fault: bool
@@ -92,9 +76,9 @@ class SendReport:
 class SyncReport:
     """Report of a weight update, the same on every rank.
 
-    bytes: Bytes of tensors that the sending ranks sent, to all servers together. tensors: Number of
-    HF tensors. checked: Number of tensors whose checksums were compared, over all ranks of all
-    servers. servers: Number of servers that have the version now.
+    bytes: Bytes of tensors that the servers received, all together. tensors: Number of HF tensors.
+    checked: Number of tensors that were verified, over all ranks of all servers. servers: Number of
+    servers that have the version now.
     """
 
     seconds: float

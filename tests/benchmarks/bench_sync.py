@@ -6,14 +6,10 @@ adapters as such; by each transport. `least`: what the ranks of the server store
 Seconds are medians of three, and mean little across machines; most of them are the server's, which
 loads and hashes on the trainer's cores.
 
-`bench_stages`: a sync of everything by `distributed` from two pipeline stages, in slices and as a
-server without our loaders takes it, whole tensors and a request a stage, in turn in one run.
-`bench_buckets`: the largest bucket of a 235B model, by its plan.
+`bench_portions`: seconds against the number of portions.
 """
 
-import math
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +18,6 @@ from transformers import AutoConfig
 
 from megavlm.config.lora import LoRA
 from megavlm.demo.tiny_model import make_tiny_model
-from megavlm.families import family
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.receivers import Receiver
@@ -31,8 +26,8 @@ from megavlm.models.common.lora import add_adapters
 from megavlm.parallel.mesh import Layout
 from megavlm.run.capacity.weight_updates import stored_bytes
 from megavlm.weight_sync.lora import AdapterWeights
-from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, numel
-from megavlm.weight_sync.server_api import Servers
+from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
+from megavlm.weight_sync.schedule import Server, make_schedule
 from megavlm.weight_sync.sglang_layout import ServerLayout
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.trainable import trained_entries
@@ -42,17 +37,18 @@ from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncSettings
 from tests.benchmarks.bench_model import SIZES
+from tests.fakes.engine import GlooEngine
 from tests.fakes.receivers import FixedReceivers
 from tests.parity.inputs import QUESTION
 from tests.parity.runs import build
 from tests.parity.table import Ranks
 from tests.support.fork import launch
-from tests.support.releases import released_config
+from tests.unit.weight_sync.test_slices import SERVER, SHAPES, make_plan, pushes
 
 REPEATS = 3
 SETTINGS = LoRA(rank=16, alpha=32.0)
 MODULES = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
-TRANSPORTS = ("tensor", "value", "distributed", "disk")  # value: tensor to a server elsewhere
+TRANSPORTS = ("tensor", "distributed", "disk")
 
 
 def bench_sync(tmp_path: Path) -> None:
@@ -108,13 +104,12 @@ def measure(folder: Path, receiver: Receiver, scratch: Path, adapted: bool) -> l
     everything = sum(stored_bytes(entries, engine, 4))
 
     def sync(kind: str, plan: SyncPlan, adapters: AdapterWeights | None = None) -> WeightSync:
-        one = replace(receiver, node=None if kind == "value" else 0)
         return WeightSync(
             plan,
             chunks,
             transport(kind, scratch),
             SyncSettings(torch.float32, num_kv_heads=heads),
-            receivers=FixedReceivers([one]) if mesh.is_driver else None,
+            receivers=FixedReceivers([receiver]) if mesh.is_driver else None,
             adapters=adapters,
             group=mesh.objects,
         )
@@ -138,86 +133,32 @@ def measure(folder: Path, receiver: Receiver, scratch: Path, adapted: bool) -> l
 
 
 def timed(sync: WeightSync, *, full: bool = False) -> tuple[int, float]:
-    """Bytes that left the trainer for all ranks of the server (of files: once), and seconds."""
+    """Bytes that all ranks of the server received (of files: once), and seconds."""
     reports = [sync.update_weights(version, full=full) for version in range(1 + REPEATS)][1:]
     return reports[0].bytes, statistics.median(report.seconds for report in reports)
 
 
-def bench_stages(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    make_tiny_model(folder, [QUESTION] * 10, seed=0, family="qwen2_5_vl", **SIZES["0.3B"])
-    for ranks in (1, 2):
-        options = ServerOptions(folder, dtype="float32", device="cpu", tensor_parallel=ranks)
-        log = tmp_path / f"server-{ranks}.log"
-        with ManagedServer(options, log_path=log, start_timeout=900.0) as server:
-            keys = {"api_key": server.api_key, "admin_key": server.admin_key}
-            receiver = Receiver(server.url, ranks, "cpu", needs_all=False, **keys)
-            (slices, whole), _ = launch(2, of_stages, folder, receiver, timeout=1800)
-        print(f"\nserver of {ranks}: in slices, whole, ratio (median of {REPEATS})")
-        for name, ours, theirs in zip(("seconds", "MB", "requests"), slices, whole, strict=True):
-            print(f"  {name:10}{ours:9.1f}{theirs:9.1f}{theirs / ours:7.2f}", flush=True)
-
-
-def of_stages(folder: Path, receiver: Receiver) -> list[list[float]]:
-    """On each of two stages: seconds, MB that a rank of the server receives, requests with them."""
-    config, options = AutoConfig.from_pretrained(folder), ModelOptions()
-    mesh, entries, chunks = build(folder, config, Ranks(Layout(pipeline=2)), options)
-    trainer = TrainerRanks.of(config, mesh.layout, mesh.world_size, options)
-    plan = SyncPlan(entries, trainer, trained_entries(entries, options, None))
-    heads, paths = config.text_config.num_key_value_heads, list[str]()
-    request = Servers.request
-
-    def counted(self: Servers, url: str, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        paths.append(path)
-        return request(self, url, path, *args, **kwargs)
-
-    Servers.request = counted  # type: ignore[method-assign]
-    syncs = []
-    for slices in (True, False):
-        way = DistributedTransport("127.0.0.1")
-        way.traits = replace(way.traits, slices=slices)
-        receivers = FixedReceivers([receiver]) if mesh.is_driver else None
-        settings = SyncSettings(torch.float32, num_kv_heads=heads, bucket_bytes=2**26)
-        syncs.append(
-            WeightSync(plan, chunks, way, settings, receivers=receivers, group=mesh.objects)
-        )
-        syncs[-1].update_weights(0, full=True)
-    seconds: list[list[float]] = [[], []]
-    found = [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
-    for version in range(1, 1 + REPEATS):
-        for place, one in enumerate(syncs):
-            paths.clear()
-            report = one.update_weights(version, full=True)
-            seconds[place].append(report.seconds)
-            updates = sum("/update_weights_from" in path for path in paths)
-            received = report.bytes / receiver.tensor_parallel / 1e6
-            found[place] = [statistics.median(seconds[place]), received, updates]
-    for one in syncs:
-        one.close()
-    return found
-
-
-def bench_buckets(tmp_path: Path) -> None:
-    config = released_config("Qwen3-VL-235B-A22B", tmp_path)
-    entries = family(config.model_type).mapping(config)
-    options = ModelOptions()
-    trainer = TrainerRanks.of(config, Layout(tensor=4, pipeline=2, expert=8), 128, options)
-    plan = SyncPlan(entries, trainer, trained_entries(entries, options, None))
-    sizes: dict[bool, int] = {}
-    for bucket in plan.buckets(full=False, itemsize=2, max_bytes=2**28):
-        parts = [entries[index] for index in bucket.entries]
-        kind = any(entry.expert is not None for entry in parts)
-        sizes[kind] = max(sizes.get(kind, 0), 2 * sum(map(numel, parts)))
-    stack = max(2 * math.prod(x.hf_shapes[0]) for x in entries if x.expert is not None)
-    print(
-        f"\n235B in bf16, buckets of 268 MB: the largest with experts {sizes[True] / 1e6:.0f} MB "
-        f"(a whole stack: {stack / 1e6:.0f} MB), without {sizes[False] / 1e6:.0f} MB"
-    )
+def bench_portions(tmp_path: Path) -> None:
+    """A fake server of two ranks in a process of its own, so that little but the messages counts:
+    the same update from two stages in more and more portions.
+    """
+    for kind in ("tensor", "distributed"):
+        found = []
+        for portion in (2**14, 2**11, 2**9, 2**7):
+            with GlooEngine(SHAPES) as engine:
+                arguments = ([engine.url], range(1, 8), kind, portion)
+                result, _ = launch(2, pushes, *arguments, timeout=600)
+            plan, servers = make_plan(2), [Server(engine.url, SERVER, True)]
+            rounds = make_schedule(plan, servers, torch.float32, portion).rounds
+            found.append((rounds, statistics.median(x.seconds for x in result["reports"][1:])))
+        (first, least), (last, most) = found[0], found[-1]
+        print(f"\n{kind}: portions and seconds", ", ".join(f"{n}: {s:.3f}" for n, s in found))
+        print(f"  {1e3 * (most - least) / (last - first):.2f} ms a portion")
 
 
 def transport(kind: str, scratch: Path) -> Transport:
     if kind == "disk":
         return DiskTransport(scratch)
     if kind == "distributed":
-        return DistributedTransport("127.0.0.1")
+        return DistributedTransport()
     return TensorTransport()

@@ -1,18 +1,17 @@
-"""A fake server that keeps the weights that it is sent and reports their checksums, as SGLang does.
+"""A fake server whose ranks, in threads, hold parameters and load updates by our own loader, as
+SGLang's ranks do.
 
-`GlooEngine` is one in a process of its own, which joins update groups and can die in mid-update; of
-several ranks it runs our own weight loaders, as SGLang's ranks do.
+`GlooEngine` is one in a process of its own, which joins process groups and can die in mid-update.
 """
 
 import base64
-import hashlib
 import importlib.util
 import io
 import multiprocessing
 import os
 import pickle
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,72 +19,85 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from megavlm.inference.server_main import LOADERS
+from megavlm.inference.server_main import LOADER
 from megavlm.inference.server_support import megavlm_weights
 from megavlm.weight_sync.checksums import tensor_hash
-from megavlm.weight_sync.sglang_layout import ServerLayout, server_tensors
-from tests.fakes.server import FakeServer, Refusal
+from tests.fakes.server import FakeServer
+
+UPDATE = "/update_weights_from_tensor"
+Shapes = Sequence[dict[str, Any]]  # of the parameters of each rank
 
 
 class FakeEngine(FakeServer):
-    """`updates` lists the names that each update brought. `spoil`: an engine tensor whose checksum
-    comes out wrong. `in_session`: between begin_weight_update and end_weight_update.
+    """`spoil`: a parameter that its first rank changes after it has loaded an update. `dies_at`:
+    the portion, from 1, before which its process ends; 0: when it gets an update.
     """
 
-    def __init__(self, *, weight_version: str = "3", port: int = 0) -> None:
+    def __init__(
+        self,
+        shapes: Shapes,
+        *,
+        weight_version: str = "3",
+        port: int = 0,
+        dies_at: int | None = None,
+    ) -> None:
         super().__init__(weight_version=weight_version, device="cpu", port=port)
-        self.weights: dict[str, Tensor] = {}
-        self.updates: list[list[str]] = []
+        self.info = {"custom_weight_loader": [LOADER], "tp_size": len(shapes)}
         self.spoil: str | None = None
-        self.in_session = False
+        self._dies_at, self._portions = dies_at, 0
+        self.ranks = [_Parameters(of_rank, self) for of_rank in shapes]
+        self._modules = [_own_module() for _ in shapes]
+        for module in self._modules:
+            module._Update.load = self._counted(module._Update.load)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters by name; with several ranks by "RANK NAME"."""
+        return {
+            name if len(self.ranks) == 1 else f"{number} {name}": parameter.data
+            for number, rank in enumerate(self.ranks)
+            for name, parameter in rank.named_parameters()
+        }
 
     def answer(self, path: str, body: Any) -> Any:
-        if path in ("/begin_weight_update", "/end_weight_update"):
-            begins = path == "/begin_weight_update"
-            if self.in_session is begins:
-                raise Refusal(400, "a weight-update session is already open, or none is")
-            self.in_session = begins
-        if path == "/update_weights_from_tensor":
-            self.load(*bucket(body))
+        if path == UPDATE:
+            self._die_at(0)
+            contents = map(unpack, body["serialized_named_tensors"])
+            with ThreadPoolExecutor(len(self.ranks)) as pool:
+                loaders = [module.receive for module in self._modules]
+                [*pool.map(lambda load, *args: load(*args), loaders, self.ranks, contents)]
+            if not self.deaf:
+                self.weight_version = body["weight_version"]
         if path == "/weights_checker":
-            return {"ranks": [{"checksums": self.checksums()}]}
+            ranks = [
+                {name: tensor_hash(x.data, "cpu") for name, x in rank.named_parameters()}
+                for rank in self.ranks
+            ]
+            return {"ranks": [{"checksums": checksums} for checksums in ranks]}
         return super().answer(path, body)
 
-    def load(self, flat: Tensor, places: Any) -> None:
-        for place in places:
-            part = flat[place.start_idx : place.end_idx].clone()
-            self.weights[place.name] = part.view(place.dtype).view(place.shape)
-        self.updates.append([place.name for place in places])
+    def _counted(self, load: Any) -> Any:
+        def counting(*args: Any) -> None:
+            self._portions += 1
+            self._die_at(self._portions)
+            load(*args)
 
-    def checksums(self) -> dict[str, str]:
-        found = {
-            name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()[:16]
-            for name, tensor in server_tensors(self.weights, ServerLayout(), 0)
-        }
-        return found | ({self.spoil: "0" * 16} if self.spoil else {})
+        return counting
 
-
-def bucket(body: Any) -> tuple[Tensor, Any]:
-    """Return the flattened tensor and the places in it, as SGLang unpacks an update."""
-    (content,) = body["serialized_named_tensors"]
-    loaded = unpack(content)
-    return loaded["flattened_tensor"], loaded["metadata"]
+    def _die_at(self, portion: int) -> None:
+        if portion == self._dies_at:
+            os._exit(9)
 
 
 def unpack(content: str) -> Any:
     return pickle.load(io.BytesIO(base64.b64decode(content)))  # noqa: S301  # our own
 
 
-Shapes = list[dict[str, Any]]  # of the parameters of each rank
-
-
 class GlooEngine:
-    """A context. `dies_at`: the update, from 1, in whose midst its process ends. `shapes`: it has
-    ranks with these parameters, which load slices.
-    """
+    """A context."""
 
-    def __init__(self, dies_at: int | None = None, shapes: Shapes | None = None) -> None:
-        self._dies_at, self._shapes = dies_at, shapes
+    def __init__(self, shapes: Shapes, *, dies_at: int | None = None) -> None:
+        self._shapes, self._dies_at = shapes, dies_at
 
     def __enter__(self) -> "GlooEngine":
         self._start(0)
@@ -106,7 +118,7 @@ class GlooEngine:
         self.url: str = self._pipe.recv()
 
     def state(self) -> tuple[str, dict[str, Tensor]]:
-        """Return its weight version and weights, those of ranks by "RANK NAME"."""
+        """Return its weight version and its parameters."""
         self._pipe.send("state")
         version, weights = self._pipe.recv()
         return version, {name: torch.tensor(values) for name, values in weights.items()}
@@ -123,17 +135,25 @@ class GlooEngine:
         count: int = self._pipe.recv()
         return count
 
+    def groups(self) -> int:
+        """Return how many process groups its ranks have joined."""
+        self._pipe.send("groups")
+        count: int = self._pipe.recv()
+        return count
+
     def __exit__(self, *exc: object) -> None:
         self._process.kill()
         self._process.join()
 
 
-def _serve(pipe: Any, dies_at: int | None, port: int, shapes: Shapes | None) -> None:
+def _serve(pipe: Any, dies_at: int | None, port: int, shapes: Shapes) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    opened = count_stores()
-    engine = _Gloo(dies_at, port) if shapes is None else _Ranks(dies_at, port, shapes)
-    with engine:
+    opened, joined = count_stores(), count_groups()
+    # Ranks in threads join one group, but torch registers only one of a name in a process.
+    c10d._register_process_group = lambda *_: None
+    c10d._unregister_process_group = lambda *_: None
+    with FakeEngine(shapes, port=port, dies_at=dies_at) as engine:
         pipe.send(engine.url)
         while request := pipe.recv():
             weights = {name: tensor.tolist() for name, tensor in engine.weights.items()}
@@ -141,6 +161,7 @@ def _serve(pipe: Any, dies_at: int | None, port: int, shapes: Shapes | None) -> 
                 "state": (engine.weight_version, weights),
                 "paths": engine.paths(),
                 "connections": len(opened),
+                "groups": len(joined),
             }
             pipe.send(answers[request])
 
@@ -159,71 +180,21 @@ def count_stores() -> list[int]:
     return opened
 
 
-class _Gloo(FakeEngine):
-    def __init__(self, dies_at: int | None, port: int) -> None:
-        super().__init__(port=port)
-        self.dies_at = dies_at
-        self.groups: dict[str, Any] = {}
-        self.count = 0
+def count_groups() -> list[str]:
+    """Return a list that has the name of each process group that this process joins from now on."""
+    joined: list[str] = []
+    original = c10d._new_process_group_helper
 
-    def answer(self, path: str, body: Any) -> Any:
-        if path == "/init_weights_update_group":
-            self.groups[body["group_name"]] = join(body)
-        if path == "/update_weights_from_distributed":
-            self.count += 1
-            if self.count == self.dies_at:
-                os._exit(9)
-            self.receive(body)
-        if path == "/destroy_weights_update_group":
-            dist.destroy_process_group(self.groups.pop(body["group_name"]))
-        return super().answer(path, body)
+    def joins(*args: Any, **kwargs: Any) -> Any:
+        joined.append(str(kwargs["group_name"]))
+        return original(*args, **kwargs)
 
-    def receive(self, body: Any) -> None:
-        shapes = [torch.Size(shape) for shape in body["shapes"]]
-        flat = torch.empty(sum(shape.numel() for shape in shapes))
-        dist.broadcast(flat.view(torch.uint8), group=self.groups[body["group_name"]], group_src=0)
-        parts = flat.split([shape.numel() for shape in shapes])
-        for name, shape, part in zip(body["names"], shapes, parts, strict=True):
-            self.weights[name] = part.view(shape)
-        self.updates.append(body["names"])
-
-
-class _Ranks(_Gloo):
-    """Ranks of one server, in threads."""
-
-    def __init__(self, dies_at: int | None, port: int, shapes: Shapes) -> None:
-        super().__init__(dies_at, port)
-        self.info = {"custom_weight_loader": LOADERS, "tp_size": len(shapes)}
-        self.ranks = [_Parameters(of_rank) for of_rank in shapes]
-        self.modules = [_own_module() for _ in shapes]
-        self.weights = {
-            f"{number} {name}": parameter.data
-            for number, rank in enumerate(self.ranks)
-            for name, parameter in rank.named_parameters()
-        }
-
-    def answer(self, path: str, body: Any) -> Any:
-        if path == "/update_weights_from_tensor":
-            self.count += 1
-            if self.count == self.dies_at:
-                os._exit(9)
-            load = body["load_format"].partition(".")[2]
-            loaders = [getattr(module, load) for module in self.modules]
-            contents = map(unpack, body["serialized_named_tensors"])
-            with ThreadPoolExecutor(len(self.ranks)) as pool:
-                [*pool.map(lambda load, *args: load(*args), loaders, self.ranks, contents)]
-            return {"success": True, "message": "Success."}
-        if path == "/weights_checker":
-            ranks = [
-                {name: tensor_hash(x.data, "cpu") for name, x in rank.named_parameters()}
-                for rank in self.ranks
-            ]
-            return {"ranks": [{"checksums": checksums} for checksums in ranks]}
-        return super().answer(path, body)
+    c10d._new_process_group_helper = joins
+    return joined
 
 
 def _own_module() -> Any:
-    """Load our loaders once more: a rank's process has groups of its own."""
+    """Load our loader once more: a rank's process has groups of its own."""
     spec = importlib.util.find_spec(megavlm_weights.__name__)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -232,34 +203,21 @@ def _own_module() -> Any:
 
 
 class _Parameters:
-    """A model."""
+    """A model, which is one module of its own."""
 
-    def __init__(self, shapes: dict[str, Any]) -> None:
+    def __init__(self, shapes: dict[str, Any], engine: FakeEngine) -> None:
         self._held = {name: torch.nn.Parameter(torch.zeros(x)) for name, x in shapes.items()}
+        self._engine = engine
 
     def named_parameters(self) -> Any:
         return self._held.items()
 
     def modules(self) -> list[Any]:
-        return []
+        return [self]
 
     def parameters(self) -> Any:
         return iter(self._held.values())
 
-
-def join(body: Any) -> Any:
-    limit, name = timedelta(seconds=30), body["group_name"]
-    store = dist.TCPStore(
-        body["master_address"], body["master_port"], body["world_size"], False, timeout=limit
-    )
-    group, _ = c10d._new_process_group_helper(
-        body["world_size"],
-        body["rank_offset"],
-        [],
-        dist.Backend(body["backend"]),
-        c10d.PrefixStore(name, store),
-        group_name=c10d.GroupName(name),
-        timeout=limit,
-    )
-    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(body["world_size"])}
-    return group
+    def refresh_gemma_weight(self) -> None:
+        if self._engine.spoil in self._held and self is self._engine.ranks[0]:
+            self._held[self._engine.spoil].data[0] += 1

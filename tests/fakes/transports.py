@@ -1,27 +1,16 @@
-"""A transport that calls back before each bucket that it sends."""
+"""A transport that calls back when it begins to send and after each portion."""
 
 from collections.abc import Callable
 
-from megavlm.weight_sync.server_api import Servers
-from megavlm.weight_sync.transports.tensor import TensorDelivery, TensorTransport
-from megavlm.weight_sync.update import SyncAttempt, TensorBucket
+from megavlm.weight_sync.transports.tensor import TensorTransport
+from tests.support.timeouts import scaled
 
 
 class WatchedTransport(TensorTransport):
-    def __init__(self, before: Callable[[], object]) -> None:
-        self._before = before
+    def __init__(self, after: Callable[[], object]) -> None:
+        super().__init__(timeout=scaled(30))
+        self._after = after
 
-    def open(self, servers: Servers, attempt: SyncAttempt) -> TensorDelivery:
-        return WatchedDelivery(self._before, servers, attempt)
-
-
-class WatchedDelivery(TensorDelivery):
-    def __init__(
-        self, before: Callable[[], object], servers: Servers, attempt: SyncAttempt
-    ) -> None:
-        super().__init__(servers, attempt)
-        self._before = before
-
-    def send(self, bucket: TensorBucket) -> int:
-        self._before()
-        return super().send(bucket)
+    def note_progress(self) -> None:
+        super().note_progress()
+        self._after()

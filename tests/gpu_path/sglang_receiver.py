@@ -1,4 +1,4 @@
-"""Program of the ranks of SGLang servers that receive weights by CUDA IPC: SGLang's own code, but
+"""Program of the ranks of SGLang servers that receive adapters by CUDA IPC: SGLang's own code, but
 for the calls that map another process's GPU memory, which read a file. Of megavlm it imports what
 runs inside SGLang.
 
@@ -71,7 +71,7 @@ def receive(case: dict[str, Any], rank: int) -> tuple[dict[str, torch.Tensor], l
     updater = SimpleNamespace(
         get_model=lambda: model,
         device="cuda",
-        custom_weight_loaders=["megavlm_weights.load_slices"],
+        custom_weight_loaders=[],
         _assert_weight_cache_inactive=lambda name: None,
         _update_weights_from_flattened_bucket=lambda **bucket: (
             kind._update_weights_from_flattened_bucket(updater, **bucket)

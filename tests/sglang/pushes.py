@@ -78,9 +78,7 @@ class Trainer:
 def transport(kind: str, folder: Path) -> Transport:
     if kind == "disk":
         return DiskTransport(folder)
-    if kind in ("tensor", "value"):
-        return TensorTransport()
-    return DistributedTransport("127.0.0.1", timeout=TIMEOUT)
+    return (TensorTransport if kind == "tensor" else DistributedTransport)(timeout=TIMEOUT)
 
 
 def push(
@@ -188,11 +186,10 @@ def push_and_compare(
 ) -> tuple[SyncReport, float]:
     """On each rank: a push, and the largest difference between the log-probs of the server, which
     answers after it, and this rank's of the same tokens; 0 where it computes none. `refit`: the
-    server needs every tensor. `kind`: "value" is "tensor" to a server that may be elsewhere.
+    server needs every tensor.
     """
     mesh, entries, chunks = trainer.start()
-    node = None if kind == "value" else 0
-    receivers = FixedReceivers([replace(served.receiver, needs_all=refit, node=node)])
+    receivers = FixedReceivers([replace(served.receiver, needs_all=refit)])
     way = transport(kind, scratch)
     sync = make_sync(trainer, mesh, entries, chunks, receivers, way, adapters=adapters)
     if adapters:  # the one before is unloaded
@@ -201,6 +198,7 @@ def push_and_compare(
     report = sync.update_weights(version)
     groups = None
     if mesh.is_driver:
+        sampling = replace(sampling, cache_key=str(version))
         groups = served.client.generate(prompts, n=2, sampling=sampling, weight_version=version)
     groups = broadcast_object(groups, mesh)
     sync.close()  # which unloads adapters

@@ -61,7 +61,7 @@ class Case(NamedTuple):
 SUBSET = [
     Case("qwen2_5_vl", 2, "TP2xPP2", "tensor", "tower"),
     Case("qwen2_5_vl", 2, "CP2", "distributed", "frozen tower"),
-    Case("qwen2_5_vl", 2, "one rank", "value", "lora"),
+    Case("qwen2_5_vl", 2, "one rank", "tensor", "lora"),
     Case("qwen2_5_vl", 2, "PP2", "disk", "refit"),
     Case("qwen2_5_vl", 2, "TP2xPP2", "disk", "adapter"),
     Case("qwen3_vl", 2, "PP2", "tensor", "tower"),
@@ -77,7 +77,7 @@ SUBSET = [
     Case("qwen3_5", 2, "PP2", "disk", "frozen tower"),
     Case("qwen3_5", 2, "TP2", "tensor", "lora"),
     Case("qwen3_5", 2, "TP2xPP2", "tensor", "adapter"),
-    Case("qwen3_5_moe", 2, "EP2", "value", "refit"),
+    Case("qwen3_5_moe", 2, "EP2", "tensor", "refit"),
     Case("qwen3_5_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
     Case("qwen3_5_moe", 1, "EP2", "tensor", "adapter"),
 ]

@@ -41,15 +41,15 @@ def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) 
     )
     policy = RestartPolicy(max_restarts=2, start_timeout=START, needs_refit=True)
     mesh, entries, chunks = trainer.start()
-    buckets = itertools.count()
+    portions = itertools.count()
 
-    def kill_before_second() -> None:
-        if next(buckets) == 1:
+    def kill_after_first() -> None:
+        if next(portions) == 1:
             assert server._process is not None
             os.killpg(server._process.pid, signal.SIGKILL)
 
     with ServerPool([ServerHandle.managed(server)], policy=policy) as pool:
-        way = WatchedTransport(kill_before_second)
+        way = WatchedTransport(kill_after_first)
         sync = make_sync(trainer, mesh, entries, chunks, pool, way)
         with pytest.raises(WeightSyncError, match="weight update to version 1 failed") as raised:
             sync.update_weights(1)

@@ -185,18 +185,14 @@ def test_checksums_name_the_tensor_that_differs(served: Served) -> None:
             check_checksums(servers, {url: expected})
 
 
-def test_refused_push_leaves_the_version_and_the_next_one_heals(
+def test_a_session_that_a_dead_trainer_left_open_is_no_failure(
     served: Served, tmp_path: Path
 ) -> None:
-    """The session is taken, so the push is refused before anything is sent; ending it heals."""
     weights = changed(served.folder, tmp_path / "weights", tower=False, seed=12)
     served.post("/begin_weight_update", {})
-    arguments = ([served.receiver], "tensor", Trainer(weights), tmp_path, 8)
-    with pytest.raises(RuntimeError, match=r"weight update to version 8 failed.*already open"):
-        launch(2, push, *arguments)
-    assert served.get("/model_info")["weight_version"] == "start"
-    launch(2, push, *arguments)
+    launch(2, push, [served.receiver], "tensor", Trainer(weights), tmp_path, 8)
     assert max(differences(served, Reference(weights), 8, seed=0).values()) < 1e-4
+    served.post("/end_weight_update", {})
 
 
 def test_kept_images_go_stale(served: Served, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from megavlm.inference.server_main import VIDEOS
 Version = tuple[int, ...]
 # Oldest and newest SGLang release whose interface (requests, weight updates, checksums) is tested.
 OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
-SESSIONS = (0, 5, 21)  # the first release with begin_weight_update and end_weight_update
 IMAGE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
 EXPOSE_ENVIRONMENT = "SGLANG_EXPOSE_OWN_ENV_VARS"  # makes /server_info list the server's variables
 

@@ -1,26 +1,30 @@
-"""Weight loaders that run inside SGLang's ranks, so that each rank gets only the slices that it
-stores.
+"""Weight loader that runs inside SGLang's ranks: in one request, a rank receives every portion of
+an update from all trainer ranks that send to it, copies them into place, and returns checksums.
 
-SGLang calls them by their names in `--custom-weight-loader`. SGLang's `load_format=direct` does the
-same for whole parameters in `update_weights_from_tensor`. These loaders also accept parts of a
-stack of experts, and slices from a process group; SGLang's `update_weights_from_distributed`
-accepts only whole tensors. Besides the standard library, this module imports only torch.
+SGLang calls `receive` by its name in `--custom-weight-loader`. Its own loaders take only whole
+tensors, or one bucket a request. Besides the standard library, this module imports only torch at
+first. The trainer imports it for `pack`, `checksum` and `join`, so that both sides run the same
+code.
 
-A rank gets one pair: a JSON text and a tensor. The text describes a flat tensor by `dtype`; by
-`slices`, [name or name[first row:end], shape] of each part of a parameter; by `whole`, [HF name,
-shape] of each tensor that the model's own loader must cut; and by `file` if the content is in that
-file. The file is mapped and not copied, and the pair's own tensor is empty then.
+A rank gets one pair: a JSON text (the task) and an empty tensor. The task has `host` and `port` of
+the trainer's store, `timeout` in seconds for each portion, `attempt`, the prefix of the attempt's
+keys, and `answer`, the key of this rank's answer. `streams` has for each sender the key of its
+stream and this rank's place among the stream's readers; `group`, if weights come over the network,
+[name, rank, size, backend, ranks of the senders], and otherwise they are in the senders' memory.
+`plan` is the digest of the plan, and `content` the plan itself if this process may not have it:
+`names`, [name, shape, dtype, whole] of each parameter; `rounds`; `streams`, for each sender a list
+of portions, which are lists of pieces [place in names, row, dim, start, length]; and `copies`,
+parameter -> another name under which some servers have a separate copy of it.
 """
 
 import json
 import logging
 import math
-import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from datetime import timedelta
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -28,58 +32,73 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-_ROWS = re.compile(r"(.+)\[(\d+):(\d+)\]")
-POLL = 0.02  # seconds between checks of the trainer's store
-GRACE = 5.0  # seconds for a thread to end after its groups were left
+POLL = 0.2  # seconds between checks for a fault; the end of the work itself is seen at once
+GRACE = 5.0  # seconds for a thread to end after its group was left
+WORDS = 2**21  # words of a checksum that are multiplied at a time, 16 MiB
+Piece = tuple[int, int | None, int, int, int]
+
+_plans: dict[str, Any] = {}  # by digest: one of what training changes, and one of everything
 _groups: dict[str, dist.ProcessGroup] = {}
-# Connections to the trainer's store, by the token of the groups and their use. They are kept as
-# long as the groups, because torch resolves host names for each new connection, on both sides.
-_stores: dict[tuple[str, str], dist.TCPStore] = {}
+# Connections to the trainer's store, by address and use. Waiting blocks a connection for all its
+# users, so each use has its own. They are kept for the run, because torch resolves names for each
+# new one.
+_stores: dict[tuple[str, int, str], dist.TCPStore] = {}
 
 logger = logging.getLogger(__name__)
 
 
-def load_slices(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Load the slices and tensors in the flat tensor."""
-    ((text, flat),) = named_tensors
-    described = json.loads(text)
-    if "file" in described:
-        path, dtype = described["file"], getattr(torch, described["dtype"])
-        flat = torch.from_file(path, size=Path(path).stat().st_size // dtype.itemsize, dtype=dtype)
-    _load(model, described, flat)
-
-
-def receive_slices(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Receive flat tensors, each broadcast by one trainer rank in a separate group, and load them.
-    All are received at the same time.
-
-    The text has `receive`, a list of [group, rank in it, size, description] per tensor; `host`,
-    `port`, `backend`, `timeout` in seconds; `token`, the prefix of the groups in use; and two keys
-    of the store at that address. This rank sets `answer` to "" or its error; any rank sets `fault`
-    as soon as it fails. Nothing is raised, because an exception would end SGLang's process.
+def receive(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Receive an update. This rank answers with a JSON object in the trainer's store: `error`, why
+    it did not load the update; `sums`, the checksums of each stream's portions; or `gave_up`,
+    because another rank has failed. Any rank that fails sets `ATTEMPT/fault`. Nothing is raised,
+    because an exception would end SGLang's process.
     """
     task = json.loads(named_tensors[0][0])
     try:
         store = _connect(task, "answers")
-        # In a thread, because a broadcast hangs if another rank has died.
-        results: list[str] = []
-        arguments = (_receive, model, task, torch.is_inference_mode_enabled(), results)
+        # In a thread, because receiving hangs if a sender has died.
+        answers: list[dict[str, Any]] = []
+        arguments = (_receive, model, task, torch.is_inference_mode_enabled(), answers)
         work = Thread(target=copy_context().run, args=arguments, daemon=True)
         work.start()
-        gave_up = False
-        while work.is_alive() and not gave_up:
+        fault = task["attempt"] + "/fault"
+        while work.is_alive() and not store.check([fault]):
             work.join(POLL)
-            gave_up = store.check([task["fault"]])
-        if not results:
-            _leave("")
+        if store.check([fault]):
+            _give_up()
             work.join(GRACE)
-        answer = results[0] if results else "" if gave_up else "its thread ended"
-        store.set(task["answer"], answer)
-        if answer:
-            store.set(task["fault"], answer)
+            answers = [{"gave_up": True}]
+        answer = answers[0] if answers else {"error": "its thread ended, as its log says"}
+        store.set(task["answer"], json.dumps(answer))
+        if "error" in answer:
+            store.set(fault, json.dumps({"reason": answer["error"], "lost": {}}))
     except RuntimeError as error:  # the trainer has died
         logger.warning("weights were not received: %r", error)
-        _leave("")
+        _give_up()
+
+
+def pack(parts: Sequence[torch.Tensor], buffer: torch.Tensor, types: Sequence[torch.dtype]) -> None:
+    """Copy tensors to a buffer of bytes, one after the other, as numbers of `types`."""
+    _copy(_views(buffer, [part.shape for part in parts], types), parts)
+
+
+def checksum(content: torch.Tensor) -> torch.Tensor:
+    """Return the checksum of bytes [n] as two int64 words: the sum of their words of eight bytes,
+    and the sum of each word times its place, modulo 2**64.
+    """
+    count = len(content) // 8
+    total = torch.zeros(2, dtype=torch.int64, device=content.device)
+    places = torch.arange(1, min(count, WORDS) + 1, device=content.device)
+    for start in range(0, count, WORDS):
+        words = content[8 * start : 8 * min(start + WORDS, count)].view(torch.int64)
+        part = words.sum()
+        total[0] += part
+        total[1] += (words * places[: len(words)]).sum() + start * part
+    if len(content) % 8:
+        rest = torch.zeros(8, dtype=torch.uint8, device=content.device)
+        rest[: len(content) % 8] = content[8 * count :]
+        total += rest.view(torch.int64) * torch.tensor([1, count + 1], device=content.device)
+    return total
 
 
 def join(
@@ -108,78 +127,328 @@ def join(
     return group
 
 
-def _connect(task: dict[str, Any], use: str) -> dist.TCPStore:
-    """Return the connection to the trainer's store for a use. Waiting blocks a connection for all
-    its users, so each use has its own.
+def wait_for(store: dist.Store, keys: Sequence[str], fault: str, timeout: float) -> None:
+    """Block until a store has all keys. Raises RuntimeError if it has `fault`, or after `timeout`
+    seconds.
     """
-    key = task["token"], use
+    deadline = time.monotonic() + timeout
+    while True:
+        with suppress(dist.DistStoreError):
+            store.wait([*keys], timedelta(seconds=POLL))
+            return
+        if store.check([fault]):
+            raise RuntimeError("another rank failed")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nothing came for {timeout:g} s")
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    """Leave a process group, which ends what its ranks wait for."""
+    with suppress(RuntimeError):
+        group.abort()
+        dist.destroy_process_group(group)
+
+
+def install() -> None:
+    """Make SGLang's ranks open a weight-update session around an update of this loader, so that it
+    needs no requests of its own.
+    """
+    from sglang.srt.managers import io_struct
+
+    if not hasattr(io_struct, "BeginWeightUpdateReqInput"):
+        return  # SGLang before 0.5.21 has no sessions
+    from sglang.srt.managers.scheduler_components import weight_updater
+
+    manager = weight_updater.SchedulerWeightUpdaterManager
+    update = manager.update_weights_from_tensor
+
+    def update_weights_from_tensor(self: Any, request: Any) -> Any:
+        if request.load_format != f"{__name__}.receive":
+            return update(self, request)
+        # Beginning and ending restore and process weights that a server stores in another form, as
+        # quantized ones. A session that is already open stays open.
+        begun = self.begin_weight_update(io_struct.BeginWeightUpdateReqInput())
+        try:
+            return update(self, request)
+        finally:
+            if begun.success:
+                self.end_weight_update(io_struct.EndWeightUpdateReqInput())
+
+    manager.update_weights_from_tensor = update_weights_from_tensor
+
+
+def _connect(task: dict[str, Any], use: str) -> dist.TCPStore:
+    key = task["host"], task["port"], use
     if key not in _stores:
+        for old in [old for old in _stores if old[:2] != key[:2]]:  # of an earlier run
+            del _stores[old]
         limit = timedelta(seconds=task["timeout"])
-        _stores[key] = dist.TCPStore(task["host"], task["port"], is_master=False, timeout=limit)
+        _stores[key] = dist.TCPStore(*key[:2], is_master=False, timeout=limit)
     return _stores[key]
 
 
-def _receive(model: Any, task: dict[str, Any], inference: bool, results: list[str]) -> None:
-    """Receive and load all tensors, and append "" or the error to `results`. inference: True if
-    SGLang's thread is in inference mode.
+def _receive(
+    model: Any, task: dict[str, Any], inference: bool, answers: list[dict[str, Any]]
+) -> None:
+    """Receive and load all portions, and append the answer. inference: True if SGLang's thread is
+    in inference mode.
     """
-    limit = timedelta(seconds=task["timeout"])
     device = next(model.parameters()).device
     try:
         if device.type == "cuda":  # a new thread starts with the first GPU
             torch.cuda.set_device(device)
-        _leave(task["token"])
-        received = []
-        for name, rank, size, described in task["receive"]:
-            if name not in _groups:
-                store = _connect(task, "joins")
-                _groups[name] = join(store, name, rank, size, task["backend"], limit)
-            parts = described["slices"] + described["whole"]
-            count = sum(math.prod(shape) for _, shape in parts)
-            flat = torch.empty(count, dtype=getattr(torch, described["dtype"]), device=device)
-            content = flat.view(torch.uint8)
-            work = dist.broadcast(content, group=_groups[name], group_src=0, async_op=True)
-            received.append((described, flat, work))
-        for described, flat, work in received:
-            work.wait()
-            with torch.no_grad(), torch.inference_mode(inference):
-                _load(model, described, flat)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        results.append("")
-    except (AssertionError, KeyError, RuntimeError, ValueError) as error:
-        results.append(repr(error))
+        plan = _plan(task)
+        store = _connect(task, "waits")
+        with torch.no_grad(), torch.inference_mode(inference):
+            update = _Update(model, plan, device)
+            receiver = _by_network if task["group"] else _from_memory
+            receiver(task, plan, store, device, update.load)
+            update.finish()
+            answers.append({"sums": update.sums()})
+    except (AssertionError, KeyError, OSError, RuntimeError, ValueError) as error:
+        text = str(error) if isinstance(error, (AssertionError, OSError)) else repr(error)
+        answers.append({"error": text})
 
 
-def _load(model: Any, described: dict[str, Any], flat: torch.Tensor) -> None:
-    slices, whole = described["slices"], described["whole"]
-    pieces = flat.split([math.prod(shape) for _, shape in (*slices, *whole)])
-    parameters = dict(model.named_parameters())
-    for (name, shape), piece in zip(slices, pieces[: len(slices)], strict=True):
-        match = _ROWS.fullmatch(name)
-        parameter = parameters[match[1] if match else name].data
-        if match:
-            parameter = parameter[int(match[2]) : int(match[3])]
-        assert list(parameter.shape) == shape, f"{name} is {[*parameter.shape]} here, not {shape}"
-        parameter.copy_(piece.view(shape))
-    for module in model.modules():
-        # A zero-centered norm keeps a copy of its weight plus one for fused kernels, and updates
-        # the copy only in its own loader.
-        if hasattr(module, "refresh_gemma_weight"):
-            module.refresh_gemma_weight()
-    if whole:
-        rest = zip(whole, pieces[len(slices) :], strict=True)
-        model.load_weights([(name, piece.view(shape)) for (name, shape), piece in rest])
+def _plan(task: dict[str, Any]) -> Any:
+    digest = task["plan"]
+    if "content" in task:
+        while len(_plans) > 1:
+            del _plans[next(iter(_plans))]
+        _plans[digest] = task["content"]
+    assert digest in _plans, "this process has not been sent the plan of the update"
+    return _plans[digest]
 
 
-def _leave(token: str) -> None:
-    """Leave the groups whose names do not begin with `token`, and close their stores. An empty
-    token leaves all groups.
+class _Update:
+    """Parameters of a model under an update."""
+
+    def __init__(self, model: Any, plan: Any, device: torch.device) -> None:
+        self._model, self._plan, self._device = model, plan, device
+        self._parameters = dict(model.named_parameters())
+        self._whole: dict[str, tuple[torch.Tensor, int]] = {}
+        for name, shape, dtype, whole in plan["names"]:
+            if whole:
+                continue
+            assert name in self._parameters, f"the server's model has no parameter {name}"
+            found = self._parameters[name]
+            held = [*found.shape], str(found.dtype).removeprefix("torch.")
+            assert held == (shape, dtype), (
+                f"{name} is {held[1]} {held[0]} in the server, but {dtype} {shape} in the trainer"
+            )
+        self._copies = {
+            name: self._parameters[copy]
+            for name, copy in plan["copies"].items()
+            if copy in self._parameters
+        }
+
+    def load(self, stream: int, number: int, buffer: torch.Tensor) -> None:
+        """Load portion `number` of a stream."""
+        pieces = self._plan["streams"][stream][number]
+        places = [self._place(piece) for piece in pieces]
+        parts = _views(buffer, [x.shape for x in places], [x.dtype for x in places])
+        _copy(places, parts)
+        for piece, part in zip(pieces, parts, strict=True):
+            name, _, _, whole = self._plan["names"][piece[0]]
+            if name in self._copies:
+                _at(self._copies[name], piece).copy_(part)
+            if whole:
+                tensor, missing = self._whole[name]
+                self._whole[name] = tensor, missing - part.numel()
+                if missing == part.numel():
+                    self._model.load_weights([(name, tensor)])
+                    del self._whole[name]
+
+    def finish(self) -> None:
+        """Refresh what modules derive from their weights."""
+        for module in self._model.modules():
+            # A zero-centered norm keeps a copy of its weight plus one for fused kernels, and
+            # updates the copy only in its own loader.
+            if hasattr(module, "refresh_gemma_weight"):
+                module.refresh_gemma_weight()
+
+    def sums(self) -> list[list[list[int]]]:
+        """Return the checksum of each portion of each stream, as the parameters have it now. A
+        separate copy of a parameter that differs makes it another.
+        """
+        found, counts = [], []
+        for portions in self._plan["streams"]:
+            counts.append(len(portions))
+            for pieces in portions:
+                pieces = [piece for piece in pieces if not self._plan["names"][piece[0]][3]]
+                places = [self._place(piece) for piece in pieces]
+                size = sum(place.nbytes for place in places)
+                buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+                pack(places, buffer, [place.dtype for place in places])
+                total = checksum(buffer)
+                for piece, place in zip(pieces, places, strict=True):
+                    copy = self._copies.get(self._plan["names"][piece[0]][0])
+                    if copy is not None:
+                        total += (_at(copy, piece) != place).sum()
+                found.append(total)
+        words = torch.stack(found).tolist() if found else []
+        return [[words.pop(0) for _ in range(count)] for count in counts]
+
+    def _place(self, piece: Piece) -> torch.Tensor:
+        name, shape, dtype, whole = self._plan["names"][piece[0]]
+        if not whole:
+            return _at(self._parameters[name].data, piece)
+        if name not in self._whole:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+            self._whole[name] = tensor, tensor.numel()
+        return _at(self._whole[name][0], piece)
+
+
+def _from_memory(
+    task: dict[str, Any],
+    plan: Any,
+    store: dist.Store,
+    device: torch.device,
+    load: Callable[[int, int, torch.Tensor], None],
+) -> None:
+    """Load portions from the senders' memory: each sender has two buffers, says which portion is
+    ready, and is told that it has been read.
     """
-    for key in [key for key in _stores if key[0] != token]:
-        _stores.pop(key, None)
-    for name in [name for name in _groups if not (token and name.startswith(token))]:
-        group = _groups.pop(name)
-        with suppress(RuntimeError):
-            group.abort()
-            dist.destroy_process_group(group)
+    fault, limit = task["attempt"] + "/fault", task["timeout"]
+    buffers = []
+    for key, place in task["streams"]:
+        opened = f"{key}/open/{place}"
+        wait_for(store, [opened], fault, limit)
+        buffers.append(_opened(json.loads(store.get(opened)), device))
+    for number in range(plan["rounds"]):
+        for stream, (key, place) in enumerate(task["streams"]):
+            wait_for(store, [f"{key}/ready/{number}"], fault, limit)
+            load(stream, number, buffers[stream][number % 2])
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            store.set(f"{key}/read/{number}/{place}", "")
+
+
+def _opened(place: Any, device: torch.device) -> torch.Tensor:
+    """Map the buffers of a sender, [2, bytes]."""
+    if "file" in place:
+        try:
+            flat = torch.from_file(
+                place["file"], shared=True, size=2 * place["bytes"], dtype=torch.uint8
+            )
+        except RuntimeError as error:
+            raise OSError(
+                f"it cannot open {place['file']} of the trainer: servers of rollout.sync=tensor "
+                "must run on a machine of the trainer, as its user; set "
+                "rollout.sync=distributed for others"
+            ) from error
+    else:
+        uuid = place["gpu"]
+        rest = [bytes.fromhex(x[0]) if isinstance(x, list) else x for x in place["handle"]]
+        gpus = range(torch.cuda.device_count())
+        same = [i for i in gpus if str(torch.cuda.get_device_properties(i).uuid) == uuid]
+        if not same:
+            raise OSError(
+                f"it cannot see the trainer's GPU {uuid}, whose memory it must read: servers of "
+                "rollout.sync=tensor must see all GPUs of the machine; set "
+                "rollout.sync=distributed for others"
+            )
+        storage = torch.UntypedStorage._new_shared_cuda(same[0], *rest)
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        flat = flat[: 2 * place["bytes"]]
+    return flat.view(2, place["bytes"])
+
+
+def _by_network(
+    task: dict[str, Any],
+    plan: Any,
+    store: dist.Store,
+    device: torch.device,
+    load: Callable[[int, int, torch.Tensor], None],
+) -> None:
+    """Receive portions in a process group with the senders, one while the portion before is
+    loaded.
+    """
+    name, rank, size, backend, senders = task["group"]
+    _leave(name)
+    if name not in _groups:
+        limit = timedelta(seconds=task["timeout"])
+        _groups[name] = join(store, name, rank, size, backend, limit)
+        meet(_groups[name], device)
+    group, names = _groups[name], plan["names"]
+    sizes = [
+        [sum(_bytes(names, piece) for piece in pieces) for pieces in portions]
+        for portions in plan["streams"]
+    ]
+    flats = [
+        torch.empty((2, max(of_stream, default=0)), dtype=torch.uint8, device=device)
+        for of_stream in sizes
+    ]
+
+    def post(number: int) -> list[Any]:
+        return exchange(
+            dist.P2POp(
+                dist.irecv, flat[number % 2][: of_stream[number]], group=group, group_peer=at
+            )
+            for flat, of_stream, at in zip(flats, sizes, senders, strict=True)
+            if of_stream[number]
+        )
+
+    works = post(0) if plan["rounds"] else []
+    for number in range(plan["rounds"]):
+        for work in works:
+            work.wait()
+        works = post(number + 1) if number + 1 < plan["rounds"] else []
+        for stream, flat in enumerate(flats):
+            load(stream, number, flat[number % 2])
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def exchange(operations: Iterable[Any]) -> list[Any]:
+    """Start sends and receives as one batch."""
+    together = [*operations]
+    return dist.batch_isend_irecv(together) if together else []
+
+
+def meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Exchange a number with all ranks of a new group, because NCCL's first operation needs all of
+    them.
+    """
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _bytes(names: Any, piece: Piece) -> int:
+    _, shape, dtype, _ = names[piece[0]]
+    inner = shape if piece[1] is None else shape[1:]
+    rows = inner[piece[2]]
+    return math.prod(inner) // rows * piece[4] * getattr(torch, dtype).itemsize
+
+
+def _at(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
+    _, row, dim, start, length = piece
+    return (parameter if row is None else parameter[row]).narrow(dim, start, length)
+
+
+def _views(
+    buffer: torch.Tensor, shapes: Sequence[Sequence[int]], types: Sequence[torch.dtype]
+) -> list[torch.Tensor]:
+    views, start = [], 0
+    for shape, dtype in zip(shapes, types, strict=True):
+        end = start + math.prod(shape) * dtype.itemsize
+        views.append(buffer[start:end].view(dtype).view(*shape))
+        start = end
+    return views
+
+
+def _copy(to: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+    if to:
+        torch._foreach_copy_([*to], [*parts])
+
+
+def _give_up() -> None:
+    """End what a thread waits for. It may wait longer on its connection, so another is opened."""
+    _leave("")
+    for key in [key for key in _stores if key[2] == "waits"]:
+        del _stores[key]
+
+
+def _leave(but: str) -> None:
+    """Leave all groups except one."""
+    for name in [name for name in _groups if name != but]:
+        leave(_groups.pop(name))

@@ -18,9 +18,8 @@ class Rates:
 
     token: Seconds of a server's decoding step in the scheduler and the sampler. layer: Seconds of
     the small kernels of a layer in a CUDA graph. eager: Seconds in which Python launches a layer
-    without one. all_reduce: Latency of an all-reduce. sync_round: Seconds to send a bucket of a
-    weight update, besides its bytes: 9 ms were measured for a tiny model on a
-    CPU, and a server on GPUs walks a larger one.
+    without one. all_reduce: Latency of an all-reduce. sync_round: Seconds of a portion of a
+    weight update besides its bytes, for the messages about it and the starts of its copies.
     """
 
     flops: float = LANGUAGE_SHARE * H100_FLOPS
@@ -33,7 +32,7 @@ class Rates:
     layer: float = 40e-6
     eager: float = 300e-6
     all_reduce: float = 15e-6
-    sync_round: float = 0.03
+    sync_round: float = 0.01
 
     def link(self, ranks: int) -> float:
         """Return the bytes per second that a GPU sends to others of `ranks` consecutive ones."""

@@ -7,6 +7,7 @@ the assumptions about the hardware. Not covered: rewards, data, scattering of pa
 reference's weights except for each wave of groups, and a separate critic.
 """
 
+import math
 from bisect import bisect_right
 from dataclasses import replace
 from functools import cached_property
@@ -35,9 +36,10 @@ from megavlm.training.step.step_plan import schedule_of
 from megavlm.training.waves import done_early, wave_tokens
 from megavlm.weight_sync.ownership import numel
 from megavlm.weight_sync.trainable import trained_entries
-from megavlm.weight_sync.update import SyncSettings
+from megavlm.weight_sync.transports.disk import BUCKET
+from megavlm.weight_sync.update import GPU_PORTION
 
-PORTION = 2**31  # bytes that a rank of a colocated server receives at a time
+COPIES = 8  # passes over a weight's bytes in a sync, on both sides, besides the transfer
 
 
 class StepModel:
@@ -307,32 +309,42 @@ class StepModel:
         stored = max(stored_bytes(self._pushed, servers, self._options.dtype.itemsize))
         return received_bytes(self._config.rollout.sync, self._pushed_bytes, stored)
 
+    @cached_property
+    def sent(self) -> float:
+        """Bytes that a trainer rank sends in a weight sync. Every rank sends alike, to each rank of
+        each server; with files the first rank of each stage sends the stage's tensors.
+        """
+        rollout, parallel = self._config.rollout, self._config.parallel
+        if not TRANSPORT_TRAITS[rollout.sync].needs_loader:
+            return self._pushed_bytes / parallel.pipeline
+        if rollout.colocate:  # all servers of a node read what its ranks hand over
+            return float(self.received)
+        receivers = self._num_servers * rollout.tensor_parallel
+        return self.received * receivers / self._world_size
+
     @property
     def sync_rounds(self) -> int:
-        """Number of buckets that a server receives one after the other in a weight sync."""
-        if self._config.rollout.colocate:
-            return -(-self.received // PORTION)
-        sent = self._pushed_bytes
-        if TRANSPORT_TRAITS[self._config.rollout.sync].by_stage:
-            sent //= self._config.parallel.pipeline  # stages send theirs at the same time
-        return -(-sent // SyncSettings.bucket_bytes)
+        """Number of portions that a server's rank receives one after the other in a weight sync."""
+        traits = TRANSPORT_TRAITS[self._config.rollout.sync]
+        size = GPU_PORTION if traits.needs_loader else BUCKET
+        return math.ceil(max(self.received, self.sent) / size)
 
     def _sync(self) -> float:
-        """Return the seconds to gather the tensors and send them."""
+        """Return the seconds to send the changed tensors, and to verify them."""
         rollout, rates = self._config.rollout, self.rates
         if rollout.colocate:
             # Each rank sends its share to the servers of its node. What no rank of the node has
             # comes once over the network, a part to each GPU.
             missing = self._pushed_bytes * (1 - self._share_on_node()) / NODE
-            sent = missing / rates.network + self.received / rates.nvlink
-            return sent + self.sync_rounds * rates.sync_round
-        link = rates.nvlink if rollout.mode == "managed" else rates.network
-        gathered = self._pushed_bytes / self._config.parallel.pipeline  # on one rank of each stage
-        if TRANSPORT_TRAITS[rollout.sync].by_stage:
-            sent = max(float(self.received), gathered)  # a stage sends all that it has
-        else:  # rank 0 sends to every rank of every server
-            sent = float(self.received) * self._num_servers * rollout.tensor_parallel
-        return gathered / rates.nvlink + sent / link + self.sync_rounds * rates.sync_round
+            seconds = missing / rates.network + self.received / rates.nvlink
+        else:
+            link = rates.nvlink if rollout.mode == "managed" else rates.network
+            seconds = max(self.received, self.sent) / link
+        seconds += self.sync_rounds * rates.sync_round
+        if not TRANSPORT_TRAITS[rollout.sync].needs_loader:
+            return seconds + self.sent / rates.nvlink  # gathered first
+        # Packed, hashed and copied into place; then packed and hashed again.
+        return seconds + COPIES * self.received / rates.memory
 
     def _share_on_node(self) -> float:
         """Return the share of the model that the ranks of one node hold together."""

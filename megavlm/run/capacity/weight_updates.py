@@ -141,7 +141,7 @@ def received_bytes(transport: str, changed: int, stored: int) -> int:
 
     changed: Bytes of all tensors that training can change. stored: Bytes of them on this rank.
     """
-    return stored if TRANSPORT_TRAITS[transport].slices else changed
+    return stored if TRANSPORT_TRAITS[transport].needs_loader else changed
 
 
 def _render(
@@ -179,7 +179,7 @@ def _render(
     )
     for transport, traits in TRANSPORT_TRAITS.items():
         num_bytes = received_bytes(transport, total.changed, total.stored)
-        sent_by = _ranks(senders) if traits.by_stage else "rank 0"
+        sent_by = "all ranks alike" if traits.needs_loader else _ranks(senders)
         ratio = f", {num_bytes / bound:.2f} x the least" if bound else ""
         lines.append(f"  {transport:12} each receives {_size(num_bytes)}{ratio}; sent by {sent_by}")
     lines.append("At the start, and to a restarted server, every tensor is sent: the column `all`.")

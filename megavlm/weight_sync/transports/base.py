@@ -1,48 +1,51 @@
 """Interface of the transports that send tensors to servers."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megavlm.config.transports import TransportTraits
+from megavlm.weight_sync.gather import LocalShard
+from megavlm.weight_sync.ownership import SyncPlan
 from megavlm.weight_sync.server_api import Servers
-from megavlm.weight_sync.update import SyncAttempt, TensorBucket
+from megavlm.weight_sync.update import SendReport, SyncAttempt, SyncSettings
 
 
-class Delivery:
-    """Sending of one trainer rank's buckets in an attempt.
+@dataclass(frozen=True)
+class Sending:
+    """One rank's part of an attempt.
 
-    Each sending rank sends its buckets and finishes; then rank 0 completes the attempt. A failed
-    server is marked in `servers.lost`, and the update continues on the others. WeightSyncError is
-    raised if none is left, TrainerFault if no server caused the failure. A delivery never flushes
-    the servers' caches, because the coordinator does so once.
-
-    rendezvous: On rank 0, the value of `SyncAttempt.rendezvous` for the other ranks.
+    shards: This rank's shards, by index of the entry. servers: The servers, on rank 0, which makes
+    all requests; None on other ranks.
     """
 
-    rendezvous: Any = None
-
-    def send(self, bucket: TensorBucket) -> int:
-        """Send the tensors of a bucket. Returns the bytes sent by this process to all servers
-        together.
-        """
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Finish this rank's sending. It is called after the last bucket, if none failed."""
-
-    def complete(self) -> None:
-        """Block until the servers have loaded all tensors. It is called on rank 0 only, after all
-        ranks have finished.
-        """
+    plan: SyncPlan
+    shards: Mapping[int, LocalShard]
+    settings: SyncSettings
+    attempt: SyncAttempt
+    servers: Servers | None
 
 
 class Transport(Protocol):
-    """Sends tensors to servers. Every trainer rank has one transport."""
+    """Sends tensors to servers. Every trainer rank has one transport.
+
+    A failed server is marked in `servers.lost`. WeightSyncError is raised if an attempt cannot
+    continue, TrainerFault if no server caused the failure.
+    """
 
     traits: TransportTraits
 
-    def open(self, servers: Servers, attempt: SyncAttempt) -> Delivery:
-        """Prepare to send to the servers of an attempt, on rank 0 before all other sending ranks.
-        The attempt before may be incomplete.
+    def prepare(self, servers: Servers, attempt: SyncAttempt) -> Any:
+        """Prepare an attempt, on rank 0. Returns the value of `SyncAttempt.rendezvous` for all
+        ranks. The attempt before may be incomplete.
+        """
+
+    def send(self, sending: Sending) -> SendReport:
+        """Send this rank's part. An error is returned in the report and not raised. Collective."""
+
+    def complete(self, sending: Sending, reports: Sequence[SendReport]) -> int:
+        """Block until the servers have loaded and verified all tensors, on rank 0. Servers that
+        hold other tensors are marked as lost. Returns the number of tensors that were verified.
         """
 
     def close(self) -> None:

@@ -1,116 +1,154 @@
-"""Transport from rank 0 to servers on its machine: through shared memory on a CPU, through CUDA IPC
-between GPUs. CPU servers that the trainer did not start may be on another machine, so they get
-tensors by value.
+"""Transport through memory, to servers on the trainer's nodes: shared files on CPUs, CUDA IPC
+between GPUs.
 
-Each rank of a server receives only its own slices, cut and fused as it stores them. They come as
-one flat tensor that the megavlm loader in the server copies into place: no byte is sent twice, the
-server cuts nothing, and all servers get a bucket at once, in one request each. Parameters that
-cannot be loaded in slices (`server_parameters.loaded_in_slices`) are sent whole in the same
-request. A server that was started without the megavlm loader takes whole tensors under HF names.
+A sender has two buffers for each target, which all servers of the target's kind on the node read:
+while they read one, it packs the next portion into the other. Shards that no rank of the node holds
+come from a holder elsewhere, once a node, straight into these buffers.
 
-Between GPUs a server's rank reads its slices from rank 0's GPU, so servers must see that GPU.
+Between GPUs a server's rank reads the buffers on the sender's GPU, so servers must see that GPU.
 """
 
 import json
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megavlm.config.transports import TRANSPORT_TRAITS
-from megavlm.inference.server_main import LOADERS
+from megavlm.inference.server_support.megavlm_weights import exchange, wait_for
 from megavlm.parallel import platform
 from megavlm.parallel.shared_file import shared_file
-from megavlm.weight_sync.server_api import Servers
-from megavlm.weight_sync.server_parameters import Flat, rank_slices
-from megavlm.weight_sync.sglang_layout import ServerLayout, hub_tensors
-from megavlm.weight_sync.transports.base import Delivery
-from megavlm.weight_sync.transports.payload import flatten, payload
-from megavlm.weight_sync.update import SyncAttempt, TensorBucket
+from megavlm.weight_sync.schedule import Server, Stream, SyncSchedule
+from megavlm.weight_sync.transports.base import Sending
+from megavlm.weight_sync.transports.portions import (
+    Fault,
+    Packer,
+    PortionTransport,
+    Rendezvous,
+    size_of,
+)
+from megavlm.weight_sync.update import SyncAttempt
 
-UPDATE = "/update_weights_from_tensor"
 
-
-class TensorTransport:
+class TensorTransport(PortionTransport):
     traits = TRANSPORT_TRAITS["tensor"]
 
-    def open(self, servers: Servers, attempt: SyncAttempt) -> Delivery:
-        return TensorDelivery(servers, attempt)
+    def _servers(self, attempt: SyncAttempt) -> list[Server]:
+        # A server that the trainer did not start can only be on rank 0's machine.
+        return [
+            Server(x.url, attempt.layouts[x.url], x.url in attempt.refitted, x.node or 0)
+            for x in attempt.receivers
+            if x.url in attempt.loading
+        ]
 
-    def close(self) -> None:
-        pass
-
-
-class TensorDelivery(Delivery):
-    def __init__(self, servers: Servers, attempt: SyncAttempt) -> None:
-        self._servers, self._attempt = servers, attempt
-
-    def send(self, bucket: TensorBucket) -> int:
-        attempt, bodies, num_bytes = self._attempt, dict[str, Mapping[str, Any]](), 0
-        made: dict[tuple[ServerLayout, frozenset[str]], list[Flat]] = {}
-        whole: tuple[Tensor, Any] | None = None
-        local = {receiver.url for receiver in attempt.receivers if receiver.node == 0}
-        with _Texts() as texts:  # tensors and files live until all servers have answered
-            for url in bucket.urls:
-                layout, names = attempt.layouts[url], attempt.parameters.get(url)
-                if names is not None:
-                    if (layout, names) not in made:
-                        made[layout, names] = rank_slices(bucket.tensors, layout, names)
-                    flats = made[layout, names]
-                    contents = [texts.of_slices(flat, is_local=url in local) for flat in flats]
-                    num_bytes += sum(flat.tensor.nbytes for flat in flats)
-                    bodies[url] = _body(LOADERS[0], contents)
+    def _send(
+        self, sending: Sending, schedule: SyncSchedule, sums: dict[int, list[list[int]]]
+    ) -> None:
+        rendezvous, rank = sending.attempt.rendezvous, dist.get_rank()
+        mine = {
+            index: stream
+            for index, stream in enumerate(schedule.streams)
+            if rank in (stream.holder, stream.sender)
+        }
+        packer = Packer(sending.shards)
+        store = self._store("waits", rendezvous)
+        fault: Fault | None = None
+        with ExitStack() as files:
+            buffers = {}
+            for index, stream in mine.items():
+                if stream.sender == rank:
+                    place, buffers[index] = _buffers(stream, files)
+                    for reader in range(len(schedule.targets[stream.target].urls)):
+                        opened = place if "file" in place else _handle(buffers[index])
+                        key = f"{rendezvous.stream(index)}/open/{reader}"
+                        store.set(key, json.dumps(opened))
                 else:
-                    whole = whole or flatten([*hub_tensors(bucket.tensors)])
-                    content = {"flattened_tensor": whole[0], "metadata": whole[1]}
-                    contents = [texts.of(whole[0], content) for _ in range(layout.tensor_parallel)]
-                    num_bytes += whole[0].nbytes * layout.tensor_parallel
-                    bodies[url] = _body("flattened_bucket", contents)
-            platform.synchronize()  # servers may read the tensors as soon as they have the request
-            self._servers.request_each(UPDATE, bodies)
-        return num_bytes
+                    device = platform.device()
+                    buffers[index] = torch.empty(2, stream.room, dtype=torch.uint8, device=device)
+            handed = [index for index, stream in mine.items() if stream.sender == rank]
+            for number in range(schedule.rounds + 2):
+                if number >= 2 and fault is None:
+                    try:
+                        for index in handed:
+                            self._wait_for_readers(schedule, rendezvous, index, number - 2, store)
+                    except Fault as failure:
+                        fault = failure
+                if number >= schedule.rounds:
+                    continue
+                # Ranks that send to each other go on in step, even if a server has failed.
+                operations = []
+                for index, stream in mine.items():
+                    buffer, portion = buffers[index][number % 2], stream.portions[number]
+                    if stream.holder == rank:
+                        part = packer.pack(index, portion, buffer)
+                    else:
+                        part = buffer[: size_of(portion)]
+                    if stream.holder != stream.sender and len(part):
+                        sends = stream.holder == rank
+                        peer = stream.sender if sends else stream.holder
+                        operations.append(
+                            dist.P2POp(dist.isend if sends else dist.irecv, part, peer)
+                        )
+                packer.next_round()
+                for transfer in exchange(operations):
+                    transfer.wait()
+                platform.synchronize()  # servers read as soon as they are told
+                if fault is None:
+                    for index in handed:
+                        store.set(f"{rendezvous.stream(index)}/ready/{number}", "")
+                self.note_progress()
+        if fault is not None:
+            raise fault
+        sums.update(packer.read_sums())
+
+    def _wait_for_readers(
+        self,
+        schedule: SyncSchedule,
+        rendezvous: Rendezvous,
+        index: int,
+        number: int,
+        store: dist.Store,
+    ) -> None:
+        """Block until all servers have read a portion. Raises Fault if one has not."""
+        urls = schedule.targets[schedule.streams[index].target].urls
+        prefix = rendezvous.stream(index)
+        keys = [f"{prefix}/read/{number}/{reader}" for reader in range(len(urls))]
+        try:
+            wait_for(store, keys, rendezvous.fault, self._timeout)
+        except RuntimeError as error:
+            late = {}
+            if not store.check([rendezvous.fault]):
+                late = {
+                    url: f"{url} did not read its weights for {self._timeout:g} s"
+                    for url, key in zip(urls, keys, strict=True)
+                    if not store.check([key])
+                }
+            raise Fault(str(error), late) from error
+        for key in (*keys, f"{prefix}/ready/{number}"):
+            store.delete_key(key)
 
 
-class _Texts(ExitStack):
-    """Serialized tensors of a bucket. CPU tensors are serialized only once; shared files are
-    deleted when it is closed.
+def _buffers(stream: Stream, files: ExitStack) -> tuple[dict[str, Any], Tensor]:
+    """Return two buffers of a stream [2, bytes], and where readers on a CPU find them."""
+    size = 2 * stream.room
+    if platform.has_gpu():
+        device = platform.device()
+        return {}, torch.empty(2, stream.room, dtype=torch.uint8, device=device)
+    path = files.enter_context(shared_file(size=size))
+    flat = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    return {"file": path, "bytes": stream.room}, flat.view(2, stream.room)
 
-    Each rank of a server needs its own CUDA IPC handle of a GPU tensor: a handle counts a single
-    receiver, so a shared handle would count as released while some receivers still read.
+
+def _handle(buffers: Tensor) -> dict[str, Any]:
+    """Return a CUDA IPC handle of the buffers. Each reader needs its own, because a handle counts a
+    single one: a shared handle would count as released while some still read.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[tuple[int, bool], str] = {}  # (id of a tensor, True for a file) -> text
-
-    def of(self, tensor: Tensor, content: Any) -> str:
-        """Serialize `content`, which contains the tensor by value or by handle."""
-        if tensor.is_cuda:
-            return payload(content)
-        key = id(tensor), False
-        if key not in self._made:
-            self._made[key] = payload(content)
-        return self._made[key]
-
-    def of_slices(self, flat: Flat, *, is_local: bool) -> str:
-        """Serialize one rank's slices for the megavlm loader in the server. is_local: True if the
-        server can map this process's memory.
-        """
-        if not is_local or flat.tensor.is_cuda:
-            return self.of(flat.tensor, [(json.dumps(flat.described()), flat.tensor)])
-        key = id(flat.tensor), True
-        if key not in self._made:
-            path = self.enter_context(shared_file(flat.tensor.view(torch.uint8).numpy().data))
-            described = flat.described() | {"file": path}
-            self._made[key] = payload([(json.dumps(described), torch.empty(0))])
-        return self._made[key]
-
-
-def _body(load_format: str, contents: list[str]) -> dict[str, Any]:
+    device, *values = buffers.untyped_storage()._share_cuda_()
     return {
-        "serialized_named_tensors": contents,
-        "load_format": load_format,
-        "flush_cache": False,
+        # Processes may number devices differently.
+        "gpu": platform.device_uuid(device),
+        "handle": [[value.hex()] if isinstance(value, bytes) else value for value in values],
+        "bytes": buffers.shape[1],
     }

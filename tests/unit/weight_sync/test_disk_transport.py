@@ -3,14 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch.distributed as dist
+import torch
 
 from megavlm.inference.server_pool.receivers import Receiver
+from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
+from megavlm.weight_sync.transports.base import Sending
 from megavlm.weight_sync.transports.disk import CHANGED, PARTIAL, DiskTransport
-from megavlm.weight_sync.update import SyncAttempt
+from megavlm.weight_sync.update import SyncAttempt, SyncSettings
 
-ATTEMPT = SyncAttempt((Receiver("a", 2, "cpu", needs_all=False),), {}, (), ())
+ATTEMPT = SyncAttempt((Receiver("a", 2, "cuda", needs_all=False),), {}, ("a",), (), "1")
 
 
 class Servers:
@@ -19,21 +20,26 @@ class Servers:
     def __init__(self) -> None:
         self.folders: list[Path] = []
 
-    def request_each(self, path: str, bodies: dict[str, Any]) -> None:
+        self.live: list[Receiver] = []
+
+    def request_each(self, path: str, bodies: dict[str, Any]) -> Any:
         self.folders += [Path(body["model_path"]) for body in bodies.values()]
+        return {}
+
+    def read(self, path: str, answers: Any, part: Any) -> Any:
+        return {}
 
 
 def update(transport: DiskTransport, servers: Any, name: str) -> None:
-    delivery = transport.open(servers, ATTEMPT)
+    transport.prepare(servers, ATTEMPT)
     (transport.folder / PARTIAL / CHANGED / name).touch()
-    delivery.complete()
+    plan = SyncPlan([], TrainerRanks(), frozenset())
+    settings = SyncSettings(torch.float32)
+    transport.complete(Sending(plan, {}, settings, ATTEMPT, servers), [])
 
 
-def test_a_folder_is_there_until_the_next_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_there_until_the_next_update(tmp_path: Path) -> None:
     """A rank of a server that looks late finds it."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     transport, servers = DiskTransport(tmp_path), Servers()
     update(transport, servers, "first")
     (folder,) = servers.folders

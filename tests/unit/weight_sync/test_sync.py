@@ -1,9 +1,6 @@
 """A push of two ranks against a server that refuses a step: no version advances, no rank hangs."""
 
-import base64
-import io
-import logging
-import pickle
+import json
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -11,28 +8,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from torch import Tensor, nn
+from torch import nn
 
 from megavlm.config.rollout import Rollout
 from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.server import ClaimedPort
 from megavlm.inference.server_pool.receivers import Receiver
+from megavlm.inference.server_support import megavlm_weights
 from megavlm.models.common.mapping import ROWS, gated, same, shard_tensor
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync.lora import unload_adapters
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.server_api import Servers, control_client
+from megavlm.weight_sync.sglang_layout import ServerLayout, server_tensors
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.transports import TRANSPORTS, disk
 from megavlm.weight_sync.transports.disk import DiskTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
 from megavlm.weight_sync.update import SyncReport, SyncSettings, sync_metrics
+from tests.fakes.engine import UPDATE, FakeEngine, unpack
 from tests.fakes.receivers import FixedReceivers
 from tests.fakes.server import FakeServer
 from tests.support.fork import launch
+from tests.support.timeouts import scaled
 
-UPDATE, VERSION = "/update_weights_from_tensor", "/update_weight_version"
 ENTRIES = [
     same("visual.norm", "visual.norm.weight", (3,)),
     same("embedding", "model.embed_tokens.weight", (8, 3), ROWS),
@@ -64,13 +64,22 @@ class Model(nn.Module):
         return {e.megatron: ShardedTensor.from_rank_offsets(e.megatron, p) for e, p in pairs}
 
 
+HUB = {
+    name: tensor
+    for entry in ENTRIES
+    for name, tensor in zip(entry.hf, entry.to_hf(FULL[entry.megatron]), strict=True)
+}
+STORED = dict(server_tensors(HUB, ServerLayout(on_cpu=True), 0))
+SHAPES = [{name: tensor.shape for name, tensor in STORED.items()}]
+
+
 def pushes(
     url: str,
     versions: tuple[int, ...],
     full: bool,
-    folder: Path | None,
-    device: str = "cuda",
+    folder: Path | None = None,
     pause: str = "abort",
+    device: str = "cpu",
 ) -> dict[str, Any]:
     receivers = None
     if dist.get_rank() == 0:
@@ -79,7 +88,7 @@ def pushes(
     sync = WeightSync(
         SyncPlan(ENTRIES, TrainerRanks(Layout(tensor=size), size), frozenset({1, 2, 3})),
         [Model()],  # type: ignore[list-item]  # of a MegatronModule only what a push needs
-        TensorTransport() if folder is None else DiskTransport(folder),
+        TensorTransport(timeout=scaled(30)) if folder is None else DiskTransport(folder),
         SyncSettings(torch.float32, bucket_bytes=100, pause=pause),
         receivers=receivers,
     )
@@ -93,99 +102,48 @@ def pushes(
     return {"version": sync.version, "errors": errors, "report": report}
 
 
-def sent(fake: FakeServer) -> list[dict[str, Tensor]]:
-    """The tensors of each update, as SGLang takes a bucket apart."""
-    buckets = []
-    for _, body, _ in (request for request in fake.requests if request[0] == UPDATE):
-        (payload,) = body["serialized_named_tensors"]
-        bucket = pickle.load(io.BytesIO(base64.b64decode(payload)))  # noqa: S301  # our own
-        flat = bucket["flattened_tensor"]
-        buckets.append(
-            {
-                place.name: flat[place.start_idx : place.end_idx]
-                .view(place.dtype)
-                .view(place.shape)
-                for place in bucket["metadata"]
-            }
-        )
-    return buckets
-
-
-SESSION = ("/begin_weight_update", "/end_weight_update")
-
-
-def paths(fake: FakeServer) -> list[str]:
-    return [path for path, *_ in fake.requests]
+PUSH = ["/pause_generation", UPDATE, "/continue_generation"]
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_what_is_sent(full: bool) -> None:
-    with FakeServer() as fake:
-        results = launch(2, pushes, fake.url, (5,), full, None)
-        buckets = sent(fake)
-        sequence = [path for path in paths(fake) if path not in ("/server_info", UPDATE)]
+    with FakeEngine(SHAPES) as fake:
+        results = launch(2, pushes, fake.url, (5,), full)
         keys = {path: key for path, _, key in fake.requests}
-    merged = {name: tensor for bucket in buckets for name, tensor in bucket.items()}
-    expected = {
-        name: tensor
-        for entry in ENTRIES[0 if full else 1 :]
-        for name, tensor in zip(entry.hf, entry.to_hf(FULL[entry.megatron]), strict=True)
-    }
-    assert merged.keys() == expected.keys()
-    assert all(torch.equal(merged[name], expected[name]) for name in expected)
-    assert len(buckets) > 1  # portions
-    assert sequence == [
-        "/pause_generation",
-        *(["/end_weight_update"] if full else []),  # of a session that was left open
-        "/begin_weight_update",
-        "/end_weight_update",
-        *(["/freeze_gc"] if full else []),
-        "/flush_cache?timeout=20",
-        VERSION,
-        "/model_info",
-        "/continue_generation",
-    ]
-    assert keys[UPDATE] == "Bearer writes" and keys["/model_info"] == "Bearer reads"
+        assert fake.paths() == ["/server_info", *PUSH] and fake.weight_version == "5"
+    for name, tensor in STORED.items():
+        is_sent = full or "visual" not in name
+        assert torch.equal(fake.weights[name], tensor * is_sent), name
+    assert keys[UPDATE] == "Bearer writes" and keys["/server_info"] == "Bearer reads"
     assert results[0] == results[1] and results[0]["version"] == 5
-    assert results[0]["report"].tensors == len(expected)
+    report = results[0]["report"]
+    assert (report.tensors, report.checked) == (5, 4) if full else (4, 3)
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_servers_before_sessions_are_updated_without(full: bool) -> None:
-    """SGLang 0.5.20 and older answer begin_weight_update with 404."""
-    with FakeServer() as fake:
-        fake.info = {"version": "0.5.17"}
-        fake.refused |= {path: {1, 2} for path in SESSION}
-        launch(2, pushes, fake.url, (5,), full, None)
-        assert fake.weight_version == "5"
-        assert not {*SESSION} & {*paths(fake)} and UPDATE in paths(fake)
-
-
-@pytest.mark.parametrize(
-    ("path", "call"),
-    [
-        ("/begin_weight_update", 1),
-        (UPDATE, 1),
-        (UPDATE, 2),
-        ("/end_weight_update", 1),
-        (VERSION, 1),
-    ],
-)
-def test_refusal_of_any_step(path: str, call: int) -> None:
-    """Both ranks hear of it, the version stays, the session is closed, and the next push heals."""
-    with FakeServer(weight_version="3") as fake:
-        fake.refused[path] = {call}
-        results = launch(2, pushes, fake.url, (4,), False, None)
-        assert fake.weight_version == "3"
-        assert "/end_weight_update" in paths(fake)
+@pytest.mark.parametrize("path", PUSH[:2])
+def test_refusal_of_any_step(path: str) -> None:
+    """Both ranks hear of it, the version stays, and the next push heals."""
+    with FakeEngine(SHAPES) as fake:
+        fake.refused[path] = {1}
+        results = launch(2, pushes, fake.url, (4,), False)
+        assert fake.weight_version == "3" and not fake.is_paused
         for result in results:
             assert result["version"] is None
             (error,) = result["errors"]
             assert "weight update to version 4 failed" in error and path in error
             assert "refused as scripted" in error
         fake.refused.clear()
-        results = launch(2, pushes, fake.url, (5,), False, None)
+        results = launch(2, pushes, fake.url, (5,), False)
         assert [result["version"] for result in results] == [5, 5] and fake.weight_version == "5"
+
+
+def test_a_server_without_our_loader_is_told_how_it_must_be_started() -> None:
+    with FakeEngine(SHAPES) as fake:
+        fake.info["custom_weight_loader"] = ["megavlm_weights.load_slices"]
+        (result,) = launch(1, pushes, fake.url, (4,), False)
+    (error,) = result["errors"]
+    assert f"{fake.url} has no weight loader of this release: start it as" in error
+    assert "or set rollout.sync=disk" in error
 
 
 @pytest.mark.parametrize(
@@ -198,33 +156,35 @@ def test_refusal_of_any_step(path: str, call: int) -> None:
         ("/weights_checker", "wrong form"),
     ],
 )
-def test_an_answer_in_another_form_fails_the_push(path: str, fault: Any) -> None:
+def test_an_answer_in_another_form_fails_the_push(path: str, fault: Any, tmp_path: Path) -> None:
     with FakeServer(device="cpu") as fake:
         fake.faults[path, 1] = fault
         device = "cpu" if path == "/weights_checker" else "cuda"  # whose checksums are compared
-        (result,) = launch(1, pushes, fake.url, (4,), False, None, device)
+        (result,) = launch(1, pushes, fake.url, (4,), False, tmp_path, "abort", device)
     (error,) = result["errors"]
     assert "weight update to version 4 failed" in error and path in error
 
 
-def test_server_that_does_not_take_the_version() -> None:
+def test_server_that_does_not_take_the_version(tmp_path: Path) -> None:
     with FakeServer() as fake:
         fake.deaf = True
-        results = launch(2, pushes, fake.url, (4,), False, None)
+        results = launch(2, pushes, fake.url, (4,), False, tmp_path, "abort", "cuda")
     for result in results:
         assert "reports weight version '1'" in result["errors"][0]
 
 
 def test_no_server() -> None:
     port = ClaimedPort()
-    (result,) = launch(1, pushes, f"http://127.0.0.1:{port.number}", (4,), False, None)
+    (result,) = launch(1, pushes, f"http://127.0.0.1:{port.number}", (4,), False)
     assert "/server_info failed: ConnectError" in result["errors"][0]
 
 
 def test_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     with FakeServer() as fake:
         fake.refused["/update_weights_from_disk"] = {1}
-        (result,) = launch(1, pushes, fake.url, (4, 5), False, tmp_path / "weights")
+        (result,) = launch(
+            1, pushes, fake.url, (4, 5), False, tmp_path / "weights", "abort", "cuda"
+        )
         assert len(result["errors"]) == 1 and result["version"] == 5
         # the refused one, then what all servers get, then what only this stale one does
         (request, _, _) = (body for path, body, _ in fake.requests if "from_disk" in path)
@@ -241,7 +201,7 @@ def test_a_folder_that_cannot_be_written(step: str, tmp_path: Path) -> None:
     with FakeServer() as fake:
         push = pushes if step == "prepare" else pushes_that_cannot_rename
         results = launch(2, push, fake.url, (4,), False, folder)
-        assert paths(fake)[-1] == "/continue_generation" and fake.weight_version == "1"
+        assert fake.paths()[-1] == "/continue_generation" and fake.weight_version == "1"
     for result in results:
         (error,) = result["errors"]
         assert (
@@ -257,51 +217,57 @@ def pushes_that_cannot_rename(*arguments: Any) -> dict[str, Any]:
     return pushes(*arguments)
 
 
-def test_a_cache_is_flushed_once_and_never_under_requests_that_go_on() -> None:
-    """SGLang refuses it then, and servers that go on in place have no cache of prefixes."""
-    with FakeServer() as fake:
-        launch(1, pushes, fake.url, (4,), False, None, "cuda", "retract")
-        assert len(sent(fake)) > 1
-        launch(1, pushes, fake.url, (5,), False, None, "cuda", "in_place")
-        asked = [path for path in paths(fake) if "flush" in path]
-        flushing = [body.get("flush_cache") for path, body, _ in fake.requests if path == UPDATE]
-        assert fake.bodies("/pause_generation") == [{"mode": "retract"}, {"mode": "in_place"}]
-    assert asked == ["/flush_cache"] and not any(flushing)
+def test_only_retracted_requests_need_an_empty_cache() -> None:
+    """They continue under the name of the old version; SGLang refuses a flush under requests that
+    go on in place.
+    """
+    for pause, flushes in (("abort", False), ("retract", True), ("in_place", False)):
+        with FakeEngine(SHAPES) as fake:
+            launch(1, pushes, fake.url, (4,), False, None, pause)
+            assert fake.bodies("/pause_generation") == [{"mode": pause}]
+            (body,) = fake.bodies(UPDATE)
+            assert body["flush_cache"] is flushes and body["weight_version"] == "4"
 
 
 def test_connections_are_kept_from_push_to_push() -> None:
-    with FakeServer() as fake:
-        launch(1, pushes, fake.url, (4, 5, 6), False, None)
-        assert len(fake.requests) > 20 and fake.num_connections <= 2
+    with FakeEngine(SHAPES) as fake:
+        launch(1, pushes, fake.url, (4, 5, 6), False)
+        assert len(fake.requests) == 10 and fake.num_connections <= 2
+
+
+def test_a_plan_is_sent_once_a_process() -> None:
+    """And what changes is another plan than everything."""
+    with FakeEngine(SHAPES) as fake:
+        launch(1, pushes, fake.url, (4, 5, 6), True)
+        bodies = [unpack(x["serialized_named_tensors"][0]) for x in fake.bodies(UPDATE)]
+        assert ["content" in json.loads(pairs[0][0]) for pairs in bodies] == [True, True, False]
 
 
 def test_what_a_server_is_is_read_once_a_process() -> None:
-    with FakeServer() as fake:
-        launch(1, pushes, fake.url, (4, 5, 6), False, None)
-        assert paths(fake).count("/server_info") == 1
-    with FakeServer() as fake:
+    with FakeEngine(SHAPES) as fake:
         fake.refused["/pause_generation"] = {2}
-        (result,) = launch(1, pushes, fake.url, (4, 5, 6), False, None)
+        (result,) = launch(1, pushes, fake.url, (4, 5, 6), False)
         assert len(result["errors"]) == 1
         # After the second update failed, the server may be another process.
-        assert paths(fake).count("/server_info") == 2
+        assert fake.paths().count("/server_info") == 2
 
 
-def warnings_of(url: str) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megavlm.weight_sync").addHandler(handler)
-    pushes(url, (4, 5), False, None)
-    return lines
+def test_a_file_that_cannot_be_opened_is_told_in_a_sentence() -> None:
+    with pytest.raises(OSError, match=r"cannot open .* set rollout\.sync=distributed for others"):
+        megavlm_weights._opened({"file": "/proc/1/fd/999", "bytes": 8}, torch.device("cpu"))
 
 
-def test_what_cannot_be_compared_is_told_once() -> None:
-    """Checksums of a GPU's tensors are made by a GPU, and there is none here."""
-    with FakeServer(device="cuda") as fake:
-        (lines,) = launch(1, warnings_of, fake.url)
-    (line,) = lines
-    assert "verified by its version alone" in line
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("count", [0, 1, 5, 4096, 2**18 + 3])
+def test_a_checksum_sees_values_and_places(dtype: torch.dtype, count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    content = torch.randint(100, (count,), generator=generator).to(dtype).view(torch.uint8)
+    megavlm_weights.WORDS = 2**10
+    found = megavlm_weights.checksum(content)
+    padded = torch.cat([content, torch.zeros(-len(content) % 8, dtype=torch.uint8)])
+    words = padded.view(torch.int64).tolist()
+    wanted = sum(words), sum(place * word for place, word in enumerate(words, 1))
+    assert [x % 2**64 for x in found.tolist()] == [x % 2**64 for x in wanted]
 
 
 def test_only_the_current_adapter_stays() -> None:

@@ -183,8 +183,8 @@ def test_the_printed_plan(tmp_path: Path, write_recipe: Any) -> None:
     text = weight_update_table(load(recipe, ["parallel.tensor=4", "rollout.tensor_parallel=4"]), 8)
     assert "trainer: 8 ranks (tensor 4); servers: 1 x 4 ranks" in text
     assert re.search(r"tower +385 +1\.3 GB +- +- +- +no rank", text)
-    assert "tensor       each receives 3.8 GB, 1.00 x the least; sent by rank 0" in text
-    assert "distributed  each receives 3.8 GB, 1.00 x the least; sent by rank 0" in text
+    assert "tensor       each receives 3.8 GB, 1.00 x the least; sent by all ranks alike" in text
+    assert "distributed  each receives 3.8 GB, 1.00 x the least; sent by all ranks alike" in text
     assert "disk         each receives 15.2 GB, 4.00 x the least; sent by rank 0" in text
     with pytest.raises(ValueError, match=r"parallel\.tensor=4 .*does not divide the world size 6"):
         weight_update_table(load(recipe, ["parallel.tensor=4"]), 6)

@@ -11,8 +11,6 @@ from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync.checksums import Checksums
 from megavlm.weight_sync.gather import to_hf
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, layer_stages
-from megavlm.weight_sync.server_parameters import EMBEDDING as EMBEDDING_NAME
-from megavlm.weight_sync.server_parameters import loaded_in_slices
 from megavlm.weight_sync.sglang_layout import ServerLayout, hub_tensors, server_tensors
 from megavlm.weight_sync.transports.payload import flatten
 
@@ -225,22 +223,6 @@ def test_a_cpu_pads_mlps_and_experts() -> None:
     w13, w2 = (second[f"{mlp}.experts.{name}"] for name in ("w13_weight", "w2_weight"))
     assert w13.shape == (2, 64, 3) and w13[0].sum(1).tolist() == ([3.0] * 8 + [0.0] * 24) * 2
     assert w2.shape == (2, 3, 32) and w2[0].sum(0).tolist() == [3.0] * 8 + [0.0] * 24
-
-
-def test_what_a_server_takes_in_slices() -> None:
-    experts, norm = "model.layers.0.mlp.experts.w2_weight", "model.norm.weight"
-    names = {EMBEDDING_NAME, "lm_head.weight", experts, norm}
-
-    def sliced(names: set[str], tied: bool = False, with_experts: bool = True) -> frozenset[str]:
-        layout = ServerLayout(2, tied_embeddings=tied)
-        return loaded_in_slices(names, layout, with_experts=with_experts)
-
-    assert sliced(names) == names
-    # A tied head of its own, which the server's loader fills with the embedding.
-    assert sliced(names, tied=True) == names - {EMBEDDING_NAME}
-    assert sliced(names - {"lm_head.weight"}, tied=True) == names - {"lm_head.weight"}
-    # Kernels that store experts in another order.
-    assert sliced(names, with_experts=False) == names - {experts}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
