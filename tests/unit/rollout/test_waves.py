@@ -101,7 +101,9 @@ def test_groups_are_handed_over_before_the_last_one_is_generated(waves: Config, 
         source.close()
     assert rows_by_place(taken) == drawn[:SIZE]
     assert rows_by_place(taken_next) == drawn[SIZE:]
-    versions = {e.response.weight_version for w in taken_next for g in w.groups for e in g.episodes}
+    versions = {
+        e.responses[-1].weight_version for w in taken_next for g in w.groups for e in g.episodes
+    }
     assert versions == {"1"}
 
 
@@ -115,7 +117,7 @@ def test_a_wave_has_enough_tokens(waves: Config, fake: Any) -> None:
         (wave,) = source.waves(SIZE, 1, no_refit, 3 * num_tokens(group) + 9)
         source.close()
     assert wave.is_last and len(wave.groups) == SIZE
-    responses = [len(episode.response.token_ids) for episode in group.episodes]
+    responses = [episode.num_tokens for episode in group.episodes]
     assert num_tokens(group) == len(group.start.token_ids) + sum(responses)
 
 
@@ -171,7 +173,7 @@ def test_a_server_that_restarts_within_a_step_is_refitted(waves: Config, fake: A
         source.close()
     assert refits == [SIZE - 1]
     assert rows_by_place(taken) == drawn
-    versions = {e.response.weight_version for w in taken for g in w.groups for e in g.episodes}
+    versions = {e.responses[-1].weight_version for w in taken for g in w.groups for e in g.episodes}
     assert versions == {"3"}
 
 

@@ -23,7 +23,8 @@ def passes(*, moved: bool, is_policy: bool = True, **settings: Any) -> list[str]
         yield
         place[0] = ""
 
-    def add(name: str, batch: Any, features: Any, *, first: int) -> None:
+    def add(name: str, batch: Any, features: Any, *, first: int, replays: bool = True) -> None:
+        assert replays == (place[0] == ""), "the reference's routers choose for themselves"
         packs = "".join(pack for packs in batch.minibatches[first:] for pack in packs)
         made.append(f"{name.split('_')[0]}{place[0]}: {packs}")
 
