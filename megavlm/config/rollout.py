@@ -166,10 +166,11 @@ class Rollout(Section):
     long been encoded and only generate."""
 
     sync: Literal["tensor", "distributed", "disk"] = "tensor"
-    """Transport of weight updates. `tensor`: rank 0 sends each server rank its slices, by CUDA IPC
-    on GPUs, by shared memory on CPUs, and by value over HTTP to servers on CPUs that the run did
-    not start. `distributed`: the first rank of each pipeline stage broadcasts slices by NCCL or
-    gloo. `disk`: the stages write files to a folder that trainer and servers share."""
+    """Transport of weight updates. `tensor`: every rank hands its shards to the servers on its
+    node, by CUDA IPC on GPUs and by shared memory on CPUs. `distributed`: every rank sends its
+    shards to servers anywhere, by NCCL or gloo. `disk`: the first rank of each pipeline stage
+    writes files to a folder that trainer and servers share, for servers without megavlm's weight
+    loader."""
 
     pause: Literal["abort", "retract", "in_place"] = follows("abort")
     """Handling of requests in flight when weights are updated. `abort` ends them, which takes
