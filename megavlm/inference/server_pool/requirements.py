@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megavlm.config.transports import TRANSPORT_TRAITS, transports_with
-from megavlm.inference.server_main import VIDEOS
+from megavlm.inference.server_main import LOADERS, VIDEOS
 
 Version = tuple[int, ...]
 # Oldest and newest SGLang release whose interface (requests, weight updates, checksums) is tested.
@@ -25,11 +25,14 @@ class Requirements:
     fresh_images: True if training changes the vision tower. The server must then cache no image
     features, because SGLang does not drop them when weights change. sync: Transport of the weights
     that are pushed to it; None if none are. routes: True if it must return the experts of tokens.
+    expert_adapters: True if it gets adapters on experts. Only megavlm's plugin then finds the
+    experts' own weights (megavlm_adapters.py); SGLang's scheduler would end with a KeyError.
     """
 
     fresh_images: bool = False
     sync: str | None = None
     routes: bool = False
+    expert_adapters: bool = False
 
     def read(self, info: Mapping[str, Any]) -> tuple[int, str, bool]:
         """Return the server's number of ranks, its device, and whether it takes videos.
@@ -47,6 +50,13 @@ class Requirements:
                 "does not return the experts of tokens, which algorithm.routing_replay=true "
                 "replays: start it with --enable-return-routed-experts, or set routing_replay=false"
             )
+        loaders = info.get("custom_weight_loader") or ()
+        if self.expert_adapters and LOADERS[0] not in loaders:
+            raise ValueError(
+                "was not started by megavlm, whose plugin rollout.lora=adapter needs for "
+                "lora.targets=language.experts: start it with python -m megavlm.slurm.servers, or "
+                "set rollout.lora=merged"
+            )
         if not isinstance(info.get("tp_size"), int) or not isinstance(info.get("device"), str):
             raise ValueError("does not report its tp_size and device, as SGLang does")
         nodes = info.get("nnodes", 1)
@@ -57,8 +67,7 @@ class Requirements:
                 "GPU memory, which can be opened only on the machine of the trainer's rank 0: set "
                 f"rollout.sync to {transports_with(one_machine=False)}"
             )
-        takes_videos = VIDEOS in (info.get("custom_weight_loader") or ())
-        return info["tp_size"], info["device"], takes_videos
+        return info["tp_size"], info["device"], VIDEOS in loaders
 
 
 def check_version(info: Mapping[str, Any]) -> None:

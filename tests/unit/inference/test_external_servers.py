@@ -35,6 +35,7 @@ def test_external_servers_must_answer_in_time() -> None:
 ROUTES = Requirements(routes=True)
 FRESH = Requirements(fresh_images=True)
 ONE_MACHINE = Requirements(sync="tensor")
+EXPERTS = Requirements(expert_adapters=True)
 ENVIRONMENT = "internal_states"
 
 
@@ -49,6 +50,8 @@ ENVIRONMENT = "internal_states"
         ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "0"}}]}, FRESH, None),
         ({}, ROUTES, "start it with --enable-return-routed-experts, or set routing_replay=false"),
         ({"enable_return_routed_experts": True}, ROUTES, None),
+        ({}, EXPERTS, "start it with python -m megavlm.slurm.servers, or set rollout.lora=merged"),
+        ({"custom_weight_loader": ["megavlm_weights.load_slices"]}, EXPERTS, None),
         ({"version": "0.6.0rc1"}, Requirements(), None),
         ({"nnodes": 2, "device": "cuda"}, ONE_MACHINE, r"on 2 nodes, but rollout\.sync=tensor"),
         ({"nnodes": 2, "device": "cuda"}, Requirements(), None),
