@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megavlm.config.transports import TRANSPORT_TRAITS, transports_with
-from megavlm.inference.server_main import LOADERS, VIDEOS
+from megavlm.inference.server_main import LOADER, VIDEOS
 
 Version = tuple[int, ...]
 # Oldest and newest SGLang release whose interface (requests, weight updates, checksums) is tested.
@@ -51,7 +51,7 @@ class Requirements:
                 "replays: start it with --enable-return-routed-experts, or set routing_replay=false"
             )
         loaders = info.get("custom_weight_loader") or ()
-        if self.expert_adapters and LOADERS[0] not in loaders:
+        if self.expert_adapters and LOADER not in loaders:
             raise ValueError(
                 "was not started by megavlm, whose plugin rollout.lora=adapter needs for "
                 "lora.targets=language.experts: start it with python -m megavlm.slurm.servers, or "

@@ -51,7 +51,7 @@ ENVIRONMENT = "internal_states"
         ({}, ROUTES, "start it with --enable-return-routed-experts, or set routing_replay=false"),
         ({"enable_return_routed_experts": True}, ROUTES, None),
         ({}, EXPERTS, "start it with python -m megavlm.slurm.servers, or set rollout.lora=merged"),
-        ({"custom_weight_loader": ["megavlm_weights.load_slices"]}, EXPERTS, None),
+        ({"custom_weight_loader": ["megavlm_weights.receive"]}, EXPERTS, None),
         ({"version": "0.6.0rc1"}, Requirements(), None),
         ({"nnodes": 2, "device": "cuda"}, ONE_MACHINE, r"on 2 nodes, but rollout\.sync=tensor"),
         ({"nnodes": 2, "device": "cuda"}, Requirements(), None),
