@@ -30,7 +30,8 @@ Shapes = Sequence[dict[str, Any]]  # of the parameters of each rank
 
 class FakeEngine(FakeServer):
     """`spoil`: a parameter that its first rank changes after it has loaded an update. `dies_at`:
-    the portion, from 1, before which its process ends; 0: when it gets an update.
+    the portion, from 1, before which its process ends; 0: when it gets an update. fill: Value of
+    its parameters at first; NaN is as memory that was released.
     """
 
     def __init__(
@@ -40,12 +41,13 @@ class FakeEngine(FakeServer):
         weight_version: str = "3",
         port: int = 0,
         dies_at: int | None = None,
+        fill: float = 0.0,
     ) -> None:
         super().__init__(weight_version=weight_version, device="cpu", port=port)
         self.info = {"custom_weight_loader": [LOADER], "tp_size": len(shapes)}
         self.spoil: str | None = None
         self._dies_at, self._portions = dies_at, 0
-        self.ranks = [_Parameters(of_rank, self) for of_rank in shapes]
+        self.ranks = [_Parameters(of_rank, self, fill) for of_rank in shapes]
         self._modules = [_own_module() for _ in shapes]
         for module in self._modules:
             module._Update.load = self._counted(module._Update.load)
@@ -96,8 +98,8 @@ def unpack(content: str) -> Any:
 class GlooEngine:
     """A context."""
 
-    def __init__(self, shapes: Shapes, *, dies_at: int | None = None) -> None:
-        self._shapes, self._dies_at = shapes, dies_at
+    def __init__(self, shapes: Shapes, *, dies_at: int | None = None, fill: float = 0.0) -> None:
+        self._shapes, self._dies_at, self._fill = shapes, dies_at, fill
 
     def __enter__(self) -> "GlooEngine":
         self._start(0)
@@ -112,7 +114,7 @@ class GlooEngine:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, self._dies_at, port, self._shapes)
+            target=_serve, args=(theirs, self._dies_at, port, self._shapes, self._fill)
         )
         self._process.start()
         self.url: str = self._pipe.recv()
@@ -146,14 +148,14 @@ class GlooEngine:
         self._process.join()
 
 
-def _serve(pipe: Any, dies_at: int | None, port: int, shapes: Shapes) -> None:
+def _serve(pipe: Any, dies_at: int | None, port: int, shapes: Shapes, fill: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     opened, joined = count_stores(), count_groups()
     # Ranks in threads join one group, but torch registers only one of a name in a process.
     c10d._register_process_group = lambda *_: None
     c10d._unregister_process_group = lambda *_: None
-    with FakeEngine(shapes, port=port, dies_at=dies_at) as engine:
+    with FakeEngine(shapes, port=port, dies_at=dies_at, fill=fill) as engine:
         pipe.send(engine.url)
         while request := pipe.recv():
             weights = {name: tensor.tolist() for name, tensor in engine.weights.items()}
@@ -205,8 +207,10 @@ def _own_module() -> Any:
 class _Parameters:
     """A model, which is one module of its own."""
 
-    def __init__(self, shapes: dict[str, Any], engine: FakeEngine) -> None:
-        self._held = {name: torch.nn.Parameter(torch.zeros(x)) for name, x in shapes.items()}
+    def __init__(self, shapes: dict[str, Any], engine: FakeEngine, fill: float) -> None:
+        self._held = {
+            name: torch.nn.Parameter(torch.full([*x], fill)) for name, x in shapes.items()
+        }
         self._engine = engine
 
     def named_parameters(self) -> Any:

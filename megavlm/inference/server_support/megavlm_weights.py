@@ -12,9 +12,10 @@ keys, and `answer`, the key of this rank's answer. `streams` has for each sender
 stream and this rank's place among the stream's readers; `group`, if weights come over the network,
 [name, rank, size, backend, ranks of the senders], and otherwise they are in the senders' memory.
 `plan` is the digest of the plan, and `content` the plan itself if this process may not have it:
-`names`, [name, shape, dtype, whole] of each parameter; `rounds`; `streams`, for each sender a list
-of portions, which are lists of pieces [place in names, row, dim, start, length]; and `copies`,
-parameter -> another name under which some servers have a separate copy of it.
+`names`, [name, shape, dtype, whole] of each parameter; `full`, true if it has all parameters;
+`rounds`; `streams`, for each sender a list of portions, which are lists of pieces [place in names,
+row, dim, start, length]; and `copies`, parameter -> another name under which some servers have a
+separate copy of it.
 """
 
 import json
@@ -241,6 +242,25 @@ class _Update:
             for name, copy in plan["copies"].items()
             if copy in self._parameters
         }
+        if plan["full"]:
+            self._clear_padding()
+
+    def _clear_padding(self) -> None:
+        """Set parameters that have padding, which is not sent, to zero. A server that released its
+        memory without a copy has anything there.
+        """
+        rest = {
+            name: self._parameters[name].numel() for name, *_, w in self._plan["names"] if not w
+        }
+        for portions in self._plan["streams"]:
+            for piece in (piece for pieces in portions for piece in pieces):
+                name, *_, whole = self._plan["names"][piece[0]]
+                if not whole:
+                    rest[name] -= self._place(piece).numel()
+        for name in [name for name, count in rest.items() if count]:
+            self._parameters[name].data.zero_()
+            if name in self._copies:
+                self._copies[name].data.zero_()
 
     def load(self, stream: int, number: int, buffer: torch.Tensor) -> None:
         """Load portion `number` of a stream."""

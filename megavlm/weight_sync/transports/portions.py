@@ -459,6 +459,7 @@ def _content(schedule: SyncSchedule, number: int) -> tuple[str, Any]:
     copies = {EMBEDDING: HEAD} if schedule.targets[number].layout.tied_embeddings else {}
     content = {
         "names": described,
+        "full": schedule.targets[number].full,
         "rounds": schedule.rounds,
         "streams": streams,
         "copies": copies,
