@@ -39,7 +39,7 @@ def test_ranks_wait_for_servers_on_shared_gpus_before_they_build_the_model(
 
     def build_mesh(layout: Layout, *, seed: int, timeout: timedelta) -> Any:
         assert timeout == timedelta(hours=7.5), "ranks wait as long as the recipe says"
-        return SimpleNamespace(is_driver=True, rank=0, world_size=1)
+        return SimpleNamespace(is_driver=True, rank=0, world_size=1, ranks_per_node=1)
 
     waits_for = []
     monkeypatch.setattr(run, "init_distributed", waits_for.append)
