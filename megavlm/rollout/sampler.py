@@ -2,6 +2,7 @@
 `megavlm rollout` build it alike.
 """
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -107,7 +108,9 @@ class Sampler:
 
 
 def sampling(config: Config, processor: Processor) -> Sampling:
-    """Return the sampling parameters of a recipe's rollouts."""
+    """Return the sampling parameters of a recipe's rollouts. Their cache key is new each time,
+    because servers may outlive a run, and weights of another run have the same versions.
+    """
     rollout = config.rollout
     return Sampling(
         temperature=rollout.temperature,
@@ -116,6 +119,7 @@ def sampling(config: Config, processor: Processor) -> Sampling:
         vocab_size=processor.vocab_size,
         suppressed_ids=processor.suppressed_ids if rollout.suppress_special_tokens else (),
         stop_ids=processor.stop_ids,
+        cache_key=secrets.token_hex(4),
         routes=route_shape(config.model.folder) if replays_routing(config.algorithm) else None,
     )
 
@@ -127,4 +131,4 @@ def at_version(config: Config, how: Sampling, version: int | None) -> Sampling:
     if version is None:
         return how
     adapter = None if config.rollout.lora == "merged" else adapter_name(version)
-    return replace(how, adapter=adapter, cache_key=str(version))
+    return replace(how, adapter=adapter, cache_key=f"{how.cache_key}-{version}")
