@@ -127,4 +127,4 @@ def test_requests_by_the_router_and_weights_past_it(world: World, tmp_path: Path
         for server in both:
             log = server.log_path.read_text()
             assert log.count('"POST /generate HTTP/1.1" 200') >= 3, "both were asked"
-            assert log.count('"POST /update_weight_version HTTP/1.1" 200') == 4
+            assert log.count('"POST /update_weights_from_tensor HTTP/1.1" 200') == 4

@@ -195,7 +195,9 @@ def test_after_the_first_push_no_connection_is_opened() -> None:
 
 
 @pytest.mark.parametrize("kind", ["distributed", "tensor"])
-@pytest.mark.parametrize("dies_at", [0, 1, 3])
+@pytest.mark.parametrize(
+    "dies_at", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_a_server_of_two_ranks_dies_while_it_receives(kind: str, dies_at: int) -> None:
     """Both stages notice; the other server is sent everything again."""
     with GlooEngine(SHAPES) as lives, GlooEngine(SHAPES, dies_at=dies_at) as dies:
