@@ -30,7 +30,7 @@ SECTIONS: dict[str, Any] = {
 }
 OF_TRAINING = (
     "seconds/", "sync_", "skipped_bad", "skipped_long", "time", "tokens_per_second",
-    "flops_per_second", "mfu", "modelled/",
+    "flops_per_second", "mfu", "modelled/", "trainer_idle_share",
 )  # fmt: skip
 
 
