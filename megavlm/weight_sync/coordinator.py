@@ -20,6 +20,7 @@ from megavlm.weight_sync.transports.base import Sending, Transport
 from megavlm.weight_sync.update import SendReport, SyncAttempt, SyncReport, SyncSettings
 
 CONTINUE = {"torch_empty_cache": False}
+FLUSH = "/flush_cache?timeout=20"  # waits for aborted requests, which may take seconds to disappear
 # SGLang's MoE kernels on GPUs that store experts as they are loaded, without shuffling them.
 PLAIN_KERNELS = ("auto", "triton")
 
@@ -74,6 +75,8 @@ class SyncCoordinator:
             loading = refitted if self._adapter_config else [x.url for x in servers.live]
             pause = {"mode": self._settings.pause}
             servers.request_each("/pause_generation", dict.fromkeys(loading, pause))
+            if self._settings.flush_aborted:
+                servers.request_each(FLUSH, {url: {} for url in loading})
             live = servers.live
             attempt = SyncAttempt(
                 tuple(live),

@@ -18,9 +18,11 @@ class SyncSettings:
 
     dtype: The dtype of the servers' weights. num_kv_heads, tied_embeddings, linear_rows: Properties
     of the language model; see ServerLayout. pause: SGLang's pause mode (abort, retract or
-    in_place). timeout: Seconds for a request to a server, and for a portion. bucket_bytes: Bytes
-    that a rank of a server receives, and a rank of the trainer sends, in one portion; each holds
-    two portions. The transport through files gathers as many on a rank.
+    in_place). flush_aborted: True if requests are in flight during an update that aborts them. They
+    are sent again before the client knows the new version, and would find what the old weights
+    cached under the name of the old version. timeout: Seconds for a request to a server, and for a
+    portion. bucket_bytes: Bytes that a rank of a server receives, and a rank of the trainer sends,
+    in one portion; each holds two portions. The transport through files gathers as many on a rank.
     """
 
     dtype: torch.dtype
@@ -28,6 +30,7 @@ class SyncSettings:
     tied_embeddings: bool = False
     linear_rows: tuple[int, int] | None = None
     pause: str = "abort"
+    flush_aborted: bool = False
     timeout: float = 300.0
     bucket_bytes: int = CPU_PORTION
 
