@@ -18,6 +18,7 @@ from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.inference.server_support import megavlm_weights
 from megavlm.models.common.mapping import ROWS, gated, same, shard_tensor
 from megavlm.parallel.mesh import Layout
+from megavlm.weight_sync.coordinator import FLUSH
 from megavlm.weight_sync.lora import unload_adapters
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.server_api import Servers, control_client
@@ -80,6 +81,7 @@ def pushes(
     folder: Path | None = None,
     pause: str = "abort",
     device: str = "cpu",
+    flush_aborted: bool = False,
 ) -> dict[str, Any]:
     receivers = None
     if dist.get_rank() == 0:
@@ -89,7 +91,7 @@ def pushes(
         SyncPlan(ENTRIES, TrainerRanks(Layout(tensor=size), size), frozenset({1, 2, 3})),
         [Model()],  # type: ignore[list-item]  # of a MegatronModule only what a push needs
         TensorTransport(timeout=scaled(30)) if folder is None else DiskTransport(folder),
-        SyncSettings(torch.float32, bucket_bytes=100, pause=pause),
+        SyncSettings(torch.float32, bucket_bytes=100, pause=pause, flush_aborted=flush_aborted),
         receivers=receivers,
     )
     errors, report = [], None
@@ -227,6 +229,13 @@ def test_only_retracted_requests_need_an_empty_cache() -> None:
             assert fake.bodies("/pause_generation") == [{"mode": pause}]
             (body,) = fake.bodies(UPDATE)
             assert body["flush_cache"] is flushes and body["weight_version"] == "4"
+
+
+def test_caches_are_empty_before_aborted_requests_come_again() -> None:
+    """They name the old version, and wait until the servers go on."""
+    with FakeEngine(SHAPES) as fake:
+        launch(1, pushes, fake.url, (4,), False, None, "abort", "cpu", True)
+        assert fake.paths() == ["/server_info", PUSH[0], FLUSH, *PUSH[1:]]
 
 
 def test_connections_are_kept_from_push_to_push() -> None:
