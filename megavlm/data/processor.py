@@ -203,8 +203,10 @@ class Processor:
         num_tokens = len(prompt.token_ids)
         if num_tokens > self._max_prompt_tokens:
             raise PromptTooLong(self.too_long(prompt.row, num_tokens))
-        whole = num_tokens + len(prompt.answer_ids) + len(prompt.rejected_ids)
-        if whole > self._pack_tokens:
+        # Responses that are sampled later are bounded by the recipe's own rules.
+        responses = len(prompt.answer_ids) + len(prompt.rejected_ids)
+        whole = num_tokens + responses
+        if responses and whole > self._pack_tokens:
             raise PromptTooLong(
                 f"{prompt.row.source}: the prompt and its responses have {whole} tokens, more than "
                 f"data.pack_tokens={self._pack_tokens}; raise that or leave the row out"
