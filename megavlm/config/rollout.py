@@ -165,12 +165,13 @@ class Rollout(Section):
     CPU, where such an image takes seconds. A lower limit keeps prompts waiting although others have
     long been encoded and only generate."""
 
-    sync: Literal["tensor", "distributed", "disk"] = "tensor"
+    sync: Literal["tensor", "distributed", "disk"] = follows("tensor")
     """Transport of weight updates. `tensor`: every rank hands its shards to the servers on its
     node, by CUDA IPC on GPUs and by shared memory on CPUs. `distributed`: every rank sends its
     shards to servers anywhere, by NCCL or gloo. `disk`: the first rank of each pipeline stage
     writes files to a folder that trainer and servers share, for servers without megavlm's weight
-    loader."""
+    loader. Null uses `distributed` for `rollout.mode=external`, whose servers may be on other
+    machines, and `tensor` otherwise."""
 
     pause: Literal["abort", "retract", "in_place"] = follows("abort")
     """Handling of requests in flight when weights are updated. `abort` ends them, which takes

@@ -111,6 +111,6 @@ def running(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     log = folder / "server.log"
     with ManagedServer(ServerOptions(model, dtype="float32", device="cpu"), log_path=log) as server:
         yield Running(
-            {"mode": "external", "urls": [server.url]},
+            {"mode": "external", "urls": [server.url], "sync": "tensor"},
             {API_KEY: server.api_key, ADMIN_KEY: server.admin_key},
         )

@@ -92,6 +92,8 @@ def test_overrides_are_yaml(tmp_path: Path, override: str, read: Callable[[Confi
         (["algorithm.name=sft", "data.max_prompt_tokens=3000"], "data.pack_tokens", 6000),
         ([], "rollout.pause", "abort"),
         (["rollout.max_staleness=1"], "rollout.pause", "in_place"),
+        ([], "rollout.sync", "tensor"),
+        (["rollout.mode=external", "rollout.urls=[http://a:1]"], "rollout.sync", "distributed"),
     ],
 )
 def test_what_follows_from_other_keys_is_shown_and_what_is_given_is_kept(

@@ -31,21 +31,18 @@ def test_port_in_use(write_recipe: WriteRecipe) -> None:
 
 
 def test_handles_of_gpu_memory_stay_on_their_machine(write_recipe: WriteRecipe, gpu: None) -> None:
-    text = refused(write_recipe(), *external(HERE, REMOTE))
+    tensor = "rollout.sync=tensor"
+    text = refused(write_recipe(), *external(HERE, REMOTE), tensor)
     assert f"rollout.urls holds {REMOTE}, which is not on this machine" in text
-    assert "rollout.sync=tensor" in text and "set rollout.sync to distributed or disk" in text
+    assert tensor in text and "set rollout.sync to distributed or disk" in text
     for fine in (
-        external(HERE, "http://localhost:30001"),
-        (*external(REMOTE), "rollout.sync=distributed"),
+        (*external(HERE, "http://localhost:30001"), tensor),
+        external(REMOTE),
         (*external(REMOTE), "rollout.sync=disk"),
         (),
     ):
         check(write_recipe(), *fine)
-    check(write_recipe(), *external(REMOTE), phase="evaluate")  # which pushes nothing
-
-
-def test_by_value_weights_go_anywhere(write_recipe: WriteRecipe) -> None:
-    check(write_recipe(), *external(REMOTE))
+    check(write_recipe(), *external(REMOTE), tensor, phase="evaluate")  # which pushes nothing
 
 
 def test_what_is_here() -> None:
