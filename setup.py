@@ -80,7 +80,7 @@ setup(
             "websockets>=15",
         ],
         "verifiers": ["verifiers>=0.2,<0.4"],
-        "sglang": ["sglang>=0.5.17,<=0.5.23"],
+        "sglang": ["sglang>=0.5.21,<=0.5.23"],
         "dev": [
             "hypothesis>=6.100",
             "mypy>=1.15",

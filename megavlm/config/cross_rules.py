@@ -436,7 +436,5 @@ _RULES: dict[str, Callable[[Config], Any]] = {
     "data.pack_tokens": _pack_tokens,
     "environment.tool_timeout": lambda config: config.environment.timeout / 2,
     "rollout.pause": lambda config: "in_place" if config.rollout.max_staleness else "abort",
-    "rollout.sync": lambda config: (
-        "distributed" if config.rollout.mode == "external" else "tensor"
-    ),
+    "rollout.sync": lambda config: "distributed" if config.rollout.mode == "external" else "tensor",
 }

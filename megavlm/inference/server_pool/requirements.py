@@ -10,8 +10,9 @@ from megavlm.config.transports import TRANSPORT_TRAITS, transports_with
 from megavlm.inference.server_main import LOADER, VIDEOS
 
 Version = tuple[int, ...]
-# Oldest and newest SGLang release whose interface (requests, weight updates, checksums) is tested.
-OLDEST, NEWEST = (0, 5, 17), (0, 5, 23)
+# Oldest SGLang release with all that megavlm uses (the last is sessions of weight updates), and the
+# newest that is tested.
+OLDEST, NEWEST = (0, 5, 21), (0, 5, 23)
 IMAGE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
 EXPOSE_ENVIRONMENT = "SGLANG_EXPOSE_OWN_ENV_VARS"  # makes /server_info list the server's variables
 

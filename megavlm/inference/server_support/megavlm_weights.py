@@ -155,9 +155,6 @@ def install() -> None:
     needs no requests of its own.
     """
     from sglang.srt.managers import io_struct
-
-    if not hasattr(io_struct, "BeginWeightUpdateReqInput"):
-        return  # SGLang before 0.5.21 has no sessions
     from sglang.srt.managers.scheduler_components import weight_updater
 
     manager = weight_updater.SchedulerWeightUpdaterManager

@@ -42,7 +42,7 @@ ENVIRONMENT = "internal_states"
 @pytest.mark.parametrize(
     ("info", "required", "reason"),
     [
-        ({"version": "0.5.4"}, Requirements(), r"runs SGLang 0\.5\.4, but 0\.5\.17 to 0\.5\.23"),
+        ({"version": "0.5.4"}, Requirements(), r"runs SGLang 0\.5\.4, but 0\.5\.21 to 0\.5\.23"),
         ({"version": None}, Requirements(), "runs SGLang None"),
         ({"tp_size": "x"}, Requirements(), "does not report its tp_size"),
         ({}, FRESH, "start it with SGLANG_VLM_CACHE_SIZE_MB=0"),

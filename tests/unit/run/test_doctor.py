@@ -32,7 +32,7 @@ H100 = ["NVIDIA H100 80GB HBM3", "81559", "580.95.05"]
 PINS = [
     "torch>=2.11",
     "Jinja2>=3.1",
-    'sglang<=0.5.23,>=0.5.17; extra == "sglang"',
+    'sglang<=0.5.23,>=0.5.21; extra == "sglang"',
     'transformer-engine[pytorch]<2.12,>=2.9; extra == "gpu"',
     'ruff>=0.9; extra == "dev"',
 ]
@@ -58,7 +58,7 @@ CASES = {
     "old sglang": (
         check_versions(PINS, INSTALLED | {"sglang": "0.5.4"}, {"sglang"}),
         "FAIL",
-        "sglang 0.5.4 (<=0.5.23,>=0.5.17 is needed) -> install these: pip install",
+        "sglang 0.5.4 (<=0.5.23,>=0.5.21 is needed) -> install these: pip install",
     ),
     "no te": (check_versions(PINS, INSTALLED, {"gpu"}), "FAIL", "transformer-engine missing"),
     "shm": (check_shared_memory(2**36, 2**35), "OK", "32.0 of 64.0 GiB"),
