@@ -5,6 +5,7 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -47,7 +48,8 @@ def build(raw: DictConfig | Mapping[str, Any]) -> Config:
             )
         _check_known(name, values, classes)
     tree = {name: {**_defaults(cls), **given.get(name, {})} for name, cls in classes.items()}
-    values = _plain(OmegaConf.create(tree), resolve=True)
+    # A tree of every key takes longer to make than all else here.
+    values = _plain(OmegaConf.create(tree), resolve=True) if "${" in str(given) else tree
     following = {
         f"{name}.{key}"
         for name, cls in classes.items()
@@ -110,9 +112,9 @@ def _section(name: str, cls: Any, values: dict[str, Any]) -> Any:
             raise ValueError(_mistyped(f"{name}.{key}", value, bool))
         if value != defaults[key] or type(value) is not type(defaults[key]):
             changed[key] = value
-    section = OmegaConf.structured(cls)
+    section = _structured(cls)
     try:
-        return OmegaConf.to_object(OmegaConf.merge(section, changed))
+        return OmegaConf.to_object(OmegaConf.merge(section, changed) if changed else section)
     except (OmegaConfBaseException, TypeError, OverflowError):
         for key, value in changed.items():  # one by one, to find the key with the wrong value
             try:
@@ -121,6 +123,12 @@ def _section(name: str, cls: Any, values: dict[str, Any]) -> Any:
             except (OmegaConfBaseException, TypeError, OverflowError) as error:
                 raise ValueError(_mistyped(f"{name}.{key}", value, types[key])) from error
         raise
+
+
+@cache
+def _structured(cls: Any) -> Any:
+    """Return the section's keys with their types and defaults. `merge` leaves them as they are."""
+    return OmegaConf.structured(cls)
 
 
 def _mistyped(key: str, value: Any, kind: Any) -> str:

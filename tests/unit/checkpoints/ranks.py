@@ -97,8 +97,9 @@ class Run:
     def fingerprint(self) -> list[str]:
         """Weights, learning rate and the next random numbers of every generator, exactly."""
         digest = hashlib.sha256()
-        for name, tensor in sorted(self.weights().items(), key=str):
-            data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        weights = self.weights()
+        for name in sorted(weights, key=str):
+            data = weights[name].contiguous().view(torch.uint8).numpy().tobytes()
             digest.update(str(name).encode() + data)
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
