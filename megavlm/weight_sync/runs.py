@@ -9,6 +9,7 @@ same functions as tensors are, and show where each of them ends up.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -161,6 +162,7 @@ def _along(tensor: Tensor, dim: int) -> Tensor:
     return tensor.movedim(dim, 0).flatten(1)[:, 0] if tensor.dim() > 1 else tensor
 
 
+@lru_cache(2**16)
 def _of_layer(name: str, number: str) -> str:
     """Return the name of the same tensor of another layer."""
     return _LAYER.sub(f".{number}.", name, count=1)

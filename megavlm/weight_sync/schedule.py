@@ -3,10 +3,11 @@ servers, in which portions. All functions are pure, and every rank computes the 
 """
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -57,12 +58,11 @@ class Piece(NamedTuple):
     def nbytes(self) -> int:
         return self.length * self.unit
 
-    def split(self, length: int) -> "tuple[Piece, Piece]":
-        """Split into the first `length` rows and the others."""
-        rest = self._replace(
-            source=self.source + length, start=self.start + length, length=self.length - length
+    def without(self, rows: int) -> "Piece":
+        """Return the piece without its first rows."""
+        return self._replace(
+            source=self.source + rows, start=self.start + rows, length=self.length - rows
         )
-        return self._replace(length=length), rest
 
 
 @dataclass(frozen=True)
@@ -171,28 +171,27 @@ def make_schedule(
     return SyncSchedule(targets, streams, rounds, len(names))
 
 
-def cut(pieces: Iterable[Piece], parts: int) -> list[list[Piece]]:
+def cut(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
     """Cut a sequence of pieces into parts of nearly equal bytes. Pieces are split between rows."""
-    queue = [*pieces]
-    total, done = _size(queue), 0
-    result: list[list[Piece]] = []
-    queue.reverse()
-    for number in range(parts):
-        end = total * (number + 1) // parts
-        part: list[Piece] = []
-        while queue:
-            piece = queue.pop()
-            rows = min(piece.length, round((end - done) / piece.unit))
-            if rows <= 0:
-                queue.append(piece)
-                break
-            if rows < piece.length:
-                piece, rest = piece.split(rows)
-                queue.append(rest)
-            part.append(piece)
-            done += piece.nbytes
+    ends = [*accumulate(piece.nbytes for piece in pieces)]
+    total = ends[-1] if ends else 0
+    places = [(0, 0)]  # where parts begin: a piece, and a row in it
+    for number in range(1, parts):
+        end = total * number // parts
+        index = bisect_right(ends, end)
+        piece = pieces[index]
+        row = round((end - ends[index] + piece.nbytes) / piece.unit)
+        places.append((index + 1, 0) if row == piece.length else (index, row))
+    places.append((len(pieces), 0))
+    result = []
+    for (first, skipped), (last, row) in pairwise(places):
+        part = [*pieces[first:last]]
+        if row:
+            part.append(pieces[last]._replace(length=row))
+        if skipped and part:
+            rest = part[0].without(skipped)
+            part[:1] = [rest] if rest.length else []
         result.append(part)
-    assert not queue
     return result
 
 
@@ -227,7 +226,7 @@ def _pieces(
         if kind not in known:
             known[kind] = [*_of_kind(plan, slices, *kind, dtype)]
         for holders, piece in known[kind]:
-            queues.setdefault(holders, []).append(piece._replace(target=number))
+            queues.setdefault(holders, []).append(Piece(*piece[:-1], number))
     return queues
 
 
