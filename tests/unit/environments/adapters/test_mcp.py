@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from megavlm.environments.base import Image, Observation
+from megavlm.environments.processes import EnvironmentPool
 from megavlm.limited.failure import CallFailure
 from tests.support.timeouts import scaled
 from tests.unit.environments.adapters.played import (
@@ -95,21 +96,14 @@ def test_arguments_in_tags_have_the_types_of_the_schema(url: str) -> None:
     assert play("tools", steps, chat="xml", tools=(url,)) == "6"
 
 
-def test_what_goes_wrong_in_a_tool_is_an_observation(address: str) -> None:
-    async def steps(session: Any, shown: Observation) -> None:
-        assert await result(session, "fail", reason="no luck") == FAILURE
-        assert "error: add: " in await result(session, "add", a="one", b=2)
-        assert "there is no tool jump" in await result(session, "jump")
-        assert await result(session, "add", a=1, b=1) == "2", "the session goes on"
-
-    play("tools", steps, tools=(address,))
-
-
-def test_a_slow_tool_is_given_up_and_the_session_goes_on(address: str) -> None:
+def test_what_goes_wrong_in_a_tool_is_an_observation_and_the_session_goes_on(address: str) -> None:
     async def work() -> None:
         async with pool("tools", tools=(address,)) as made:
             session = await opened(made, tool_timeout=scaled(5))
             await session.reset(ROW, 0)
+            assert await result(session, "fail", reason="no luck") == FAILURE
+            assert "error: add: " in await result(session, "add", a="one", b=2)
+            assert "there is no tool jump" in await result(session, "jump")
             assert await result(session, "add", a=1, b=1) == "2"
             assert await result(session, "slow", seconds=600) == (
                 f"error: slow: no result in {scaled(5):g} s"
@@ -122,15 +116,15 @@ def test_a_slow_tool_is_given_up_and_the_session_goes_on(address: str) -> None:
 def test_each_episode_has_a_session_of_its_own(address: str) -> None:
     async def work() -> None:
         async with pool("tools", tools=(address,)) as made:
-            sessions = [await opened(made, tool_timeout=scaled(60)) for _ in range(6)]
+            sessions = [await opened(made, tool_timeout=scaled(60)) for _ in range(3)]
             await asyncio.gather(*(session.reset(ROW, 0) for session in sessions))
             assert children(made) == [], "a server starts with the first call"
             first = await asyncio.gather(*(result(session, "place") for session in sessions))
             second = await asyncio.gather(*(result(session, "place") for session in sessions))
-            assert [text.split()[1] for text in first] == ["1"] * 6
-            assert [text.split()[1] for text in second] == ["2"] * 6
+            assert [text.split()[1] for text in first] == ["1"] * 3
+            assert [text.split()[1] for text in second] == ["2"] * 3
             places = {text.split()[0] for text in first}
-            assert len(places) == (1 if address.startswith("http") else 6)
+            assert len(places) == (1 if address.startswith("http") else 3)
             started = children(made)
             for session in sessions:
                 session.close()
@@ -155,40 +149,45 @@ def test_a_server_that_ends_is_an_observation_for_its_episode_alone() -> None:
     asyncio.run(work())
 
 
-@pytest.mark.parametrize(
-    ("way", "kind"),
-    [
-        ("close", ""),
-        ("stop", ""),
-        ("give up", ""),
-        ("kill", "stubborn"),
-        pytest.param("close", "stubborn", marks=pytest.mark.slow),
-        pytest.param("stop", "stubborn", marks=pytest.mark.slow),
-        pytest.param("give up", "stubborn", marks=pytest.mark.slow),
-    ],
-)
-def test_no_server_outlives_its_episode(way: str, kind: str) -> None:
+async def begun(made: EnvironmentPool, kind: str = "") -> tuple[Any, list[psutil.Process]]:
+    """Return an episode and the processes of its server."""
+    session = await opened(made)
+    await session.reset(ROW, 0)
+    found = [int((await result(session, "place")).split()[0])]
+    if not kind:
+        found.append(int(await result(session, "child")))
+    return session, [psutil.Process(process) for process in found]
+
+
+@pytest.mark.parametrize("kind", ["", pytest.param("stubborn", marks=pytest.mark.slow)])
+def test_no_server_outlives_its_episode(kind: str) -> None:
+    """One after the other: closed, given up during a call, and open when the pool is closed."""
+
     async def work() -> None:
         async with pool("tools", tools=(f"{COMMAND} {kind}",)) as made:
-            session = await opened(made)
-            await session.reset(ROW, 0)
-            process = int((await result(session, "place")).split()[0])
-            found = [psutil.Process(process)]
-            if not kind and way != "kill":
-                found.append(psutil.Process(int(await result(session, "child"))))
-            if way == "stop":
-                await made.close()
-            elif way == "kill":
-                os.kill(made._processes[0]._process.pid, signal.SIGKILL)
-                with pytest.raises(CallFailure):
-                    await session.step(call("place"))
-            elif way == "give up":
-                step = asyncio.create_task(session.step(call("slow", seconds=600)))
-                await asyncio.sleep(0.5)
-                step.cancel()
-                session.close()
-            else:
-                session.close()
+            session, found = await begun(made, kind)
+            session.close()
+            await gone(found)
+            session, found = await begun(made, kind)
+            step = asyncio.create_task(session.step(call("slow", seconds=600)))
+            await asyncio.sleep(0.5)
+            step.cancel()
+            session.close()
+            await gone(found)
+            _, found = await begun(made, kind)
+            await made.close()
+            await gone(found)
+
+    asyncio.run(work())
+
+
+def test_no_server_outlives_the_process_of_its_episode() -> None:
+    async def work() -> None:
+        async with pool("tools", tools=(f"{COMMAND} stubborn",)) as made:
+            session, found = await begun(made, "stubborn")
+            os.kill(made._processes[0]._process.pid, signal.SIGKILL)
+            with pytest.raises(CallFailure):
+                await session.step(call("place"))
             await gone(found)
 
     asyncio.run(work())
@@ -203,7 +202,6 @@ def test_no_server_outlives_its_episode(way: str, kind: str) -> None:
         ),
         ([f"{sys.executable} -c 1/0"], "does not start .*; it printed: ZeroDivisionError"),
         (["http://127.0.0.1:1/mcp"], "the MCP server 'http://127.0.0.1:1/mcp' does not start"),
-        ([COMMAND, COMMAND], "environment.tools has two tools named add"),
     ],
 )
 def test_a_server_that_does_not_start_ends_a_run_before_it_starts(
@@ -214,4 +212,13 @@ def test_a_server_that_does_not_start_ends_a_run_before_it_starts(
             pass
 
     with pytest.raises(ValueError, match=problem):
+        asyncio.run(start())
+
+
+def test_two_tools_of_one_name_end_a_run_before_it_starts(url: str) -> None:
+    async def start() -> None:
+        async with pool("tools", tools=(url, url)):
+            pass
+
+    with pytest.raises(ValueError, match=r"environment\.tools has two tools named add"):
         asyncio.run(start())
