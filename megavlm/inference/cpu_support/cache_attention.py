@@ -15,8 +15,10 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from megavlm.inference.cpu_support.cache_calls import Call, plan
+    from megavlm.inference.cpu_support.speculation import chains
 else:  # megavlm need not be importable in a server
     from cache_calls import Call, plan
+    from speculation import chains
 
 
 class CacheAttention(torch_native_backend.TorchNativeAttnBackend):
@@ -27,10 +29,20 @@ class CacheAttention(torch_native_backend.TorchNativeAttnBackend):
     # and last encoder_lens.
 
     _calls: list[Call] | None = None  # of this forward pass, shared by all layers
+    drafts = 0  # of a backend of draft steps: drafts that are in the cache when it attends
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
         self._calls = None
+
+    # SGLang passes to both q, k, v, layer, forward_batch, and save_kv_cache by position or name.
+    def forward_extend(self, *inputs: Any, **options: Any) -> Tensor:
+        batch = chains(inputs[4], 0)
+        return super().forward_extend(*inputs[:4], batch, *inputs[5:], **options)
+
+    def forward_decode(self, *inputs: Any, **options: Any) -> Tensor:
+        batch = chains(inputs[4], self.drafts)
+        return super().forward_decode(*inputs[:4], batch, *inputs[5:], **options)
 
     def _run_sdpa_forward_decode(
         self, query: Tensor, output: Tensor, *place: Any, **options: Any

@@ -1,7 +1,7 @@
 """Start-up hook for SGLang's processes on a machine without a GPU.
 
 Python imports `sitecustomize` in every process whose PYTHONPATH contains this directory: the server
-and the workers that it starts. Stock SGLang needs the first four changes and the last one to run on
+and the workers that it starts. Stock SGLang needs the first four changes and the last two to run on
 a CPU; the other seven save time:
 
 1. torchvision must be importable with a CPU build of torch: its two missing operators are defined
@@ -25,6 +25,9 @@ a CPU; the other seven save time:
 11. SGLang does not import `mcp`, which takes a second and is only for tools that a server calls
    itself. It is installed here for tools that episodes call.
 12. Records of the experts of each token (enable_return_routed_experts) are in plain memory.
+13. Speculative decoding gets PyTorch operations for its kernels, and samples at a request's
+   temperature (speculation.py). SGLang has such kernels for CPUs with AMX, and takes the likeliest
+   tokens there.
 """
 
 import importlib
@@ -94,9 +97,9 @@ class ReplacementHook(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _install(name: str) -> Callable[[Any], None]:
-    """Return a replacement that imports module `name` of this directory and calls its `install`."""
-    return lambda module: importlib.import_module(name).install(module)
+def _install(name: str, function: str = "install") -> Callable[[Any], None]:
+    """Return a replacement that imports module `name` of this directory and calls its function."""
+    return lambda module: getattr(importlib.import_module(name), function)(module)
 
 
 def _gate_shared_expert(module: Any) -> None:
@@ -137,6 +140,11 @@ REPLACEMENTS = {
     "sglang.srt.layers.attention.torch_native_backend": _install("cache_attention"),
     "sglang.srt.layers.sampler": _install("cumulative_sampling"),
     "sglang.srt.state_capturer.base": _allocate_on_the_host,
+    "sglang.srt.speculative.eagle_utils": _install("speculation", "sample_at_temperature"),
+    "sglang.srt.speculative.draft_utils": _install("speculation", "draft_by_own_attention"),
+    "sglang.srt.layers.attention.hybrid_linear_attn_backend": _install(
+        "speculation", "keep_accepted_states"
+    ),
     "sglang.srt.lora.layers": _install("expert_adapters"),
     "sglang.kernels.ops.attention.fla.layernorm_gated": _gate_norm,
     "sglang.kernels.ops.elementwise.elementwise": _gate_shared_expert,

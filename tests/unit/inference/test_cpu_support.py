@@ -1,5 +1,6 @@
 """CPU support in a server's process: its changes, and that there are no others."""
 
+import json
 import os
 import subprocess
 import sys
@@ -129,3 +130,31 @@ from sglang.srt.layers.sampler import sampling_from_probs_torch as sample
 print(sample.__module__, sample(torch.eye(3), None, torch.arange(3)).tolist())
 """
     assert run(program, SGLANG_USE_CPU_ENGINE="1") == "cumulative_sampling [0, 1, 2]\n"
+
+
+def test_drafts_change_nothing_in_what_is_sampled() -> None:
+    """Accepted or not, the tokens follow the target's distribution, and a draft is accepted with
+    its probability under it.
+    """
+    program = """
+import json, torch
+from speculation import sample_chain
+torch.manual_seed(0)
+chains = 40_000
+probs = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.8, 0.0], [0.1, 0.1, 0.8]])
+predicts, indices = torch.zeros(3 * chains, dtype=torch.int32), torch.zeros(chains, 3).int()
+counts = torch.zeros(chains, dtype=torch.int32)
+sample_chain(
+    target_probs=probs.expand(chains, 3, 3), predicts=predicts, accept_index=indices,
+    accept_token_num=counts, candidates=torch.tensor([[7, 1, 0]]).expand(chains, 3),
+)
+share = lambda tokens: (torch.bincount(tokens, minlength=3) / len(tokens)).tolist()
+tokens = predicts.view(chains, 3)
+firsts, seconds = tokens[:, 0], tokens[counts >= 1][:, 1]
+print(json.dumps([share(firsts), share(seconds), share(counts), indices[counts == 1][0].tolist()]))
+"""
+    first, second, counts, kept = json.loads(run(program))
+    assert first == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
+    assert second == pytest.approx([0.2, 0.8, 0.0], abs=0.01)
+    assert counts == pytest.approx([0.7, 0.3 * 0.8, 0.3 * 0.2], abs=0.01)
+    assert kept[1] == kept[0] + 1 and kept[2] == -1

@@ -1,5 +1,5 @@
 """Stand-in for `sgl_kernel`, because PyPI has no CPU build of it. It can only be imported, except
-for the functions of Qwen3.5.
+for the functions of Qwen3.5 and of speculative decoding.
 
 SGLang imports names from it unconditionally. On a CPU without AMX, every layer of the Qwen-VL
 models then takes its plain torch path. So any name can be imported here, and calling one raises.
@@ -46,6 +46,15 @@ for _name in LOOKED_UP_AT_IMPORT:
     if not hasattr(torch.ops.sgl_kernel, _name):
         torch.library.define(f"sgl_kernel::{_name}", "(Tensor x) -> Tensor")
 
+from .draft_chains import (  # noqa: E402, F401
+    assign_draft_cache_locs_contiguous_cpu,
+    assign_extend_cache_locs_cpu,
+    assign_req_to_token_pool_cpu,
+    build_tree_kernel_efficient_cpu,
+    copy_all_layer_kv_cache_cpu,
+    fill_bonus_tokens_cpu,
+    verify_tree_greedy_cpu,
+)
 from .gated_delta_net import install  # noqa: E402  # after the names that it replaces
 
 install()

@@ -46,13 +46,24 @@ def causal_conv1d_update_cpu(
     activation: str,
     *,
     conv_state_indices: Tensor,
+    intermediate_conv_window: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Convolve one more token of each of B requests. x: [B, channels]. Returns the same shape."""
+    """Convolve one more token of each of B requests. x: [B, channels]. Returns the same shape.
+
+    With `intermediate_conv_window` [requests, t, channels, W - 1] they are t drafts, [B, channels,
+    t]. Their windows are written to its first rows, and the slots keep theirs.
+    """
     slots = conv_state_indices.long()
-    window = torch.cat([conv_states[slots].to(x), x[:, :, None]], dim=2)
-    conv_states[slots] = window[:, :, 1:].to(conv_states)
-    return _convolve(window, weight, bias, activation)[:, :, 0]
+    tokens = x if intermediate_conv_window is not None else x[:, :, None]
+    window = torch.cat([conv_states[slots].to(x), tokens], dim=2)
+    if intermediate_conv_window is None:
+        conv_states[slots] = window[:, :, 1:].to(conv_states)
+    else:
+        windows = window[:, :, 1:].unfold(2, conv_states.shape[2], 1).transpose(1, 2)
+        intermediate_conv_window[: len(x)] = windows.to(conv_states)
+    output = _convolve(window, weight, bias, activation).view(x.shape)
+    return torch.empty_like(x).copy_(output)  # SGLang views it, and relies on the strides of x
 
 
 def chunk_gated_delta_rule_cpu(
@@ -92,14 +103,20 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     initial_state_source: Tensor,
     initial_state_indices: Tensor,
     use_qk_l2norm_in_kernel: bool,
+    intermediate_states_buffer: Tensor | None = None,
+    cache_steps: int = 1,
     **_: Any,
 ) -> Tensor:
-    """Run the delta rule for one more token of each of B requests. q, k: [1, B, key heads, K]."""
+    """Run the delta rule for `cache_steps` more tokens of each of B requests, one if they are no
+    drafts. q, k: [1, B x tokens, key heads, K]. The states after each draft are written to the
+    first rows of `intermediate_states_buffer` [requests, tokens, ..], and the slots keep theirs.
+    """
     assert use_qk_l2norm_in_kernel
     decay, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
-    inputs = tuple(x[0].float()[:, None] for x in (q, k, v, decay, beta))
-    output = _delta_rule(inputs, initial_state_source, initial_state_indices.long())
-    return output[:, 0][None].to(v)
+    inputs = tuple(x[0].float().unflatten(0, (-1, cache_steps)) for x in (q, k, v, decay, beta))
+    slots = initial_state_indices[: len(inputs[0])].long()
+    output = _delta_rule(inputs, initial_state_source, slots, intermediate_states_buffer)
+    return output.flatten(0, 1)[None].to(v)
 
 
 def fused_gdn_gating_cpu(
@@ -162,9 +179,12 @@ def _convolve(window: Tensor, weight: Tensor, bias: Tensor | None, activation: s
     return F.silu(F.conv1d(window, weight[:, None], bias, groups=len(weight)))
 
 
-def _delta_rule(inputs: tuple[Tensor, ...], states: Tensor, slots: Tensor) -> Tensor:
-    """Run B sequences of t tokens from their states, and update the states. inputs: q, k [B, t, key
-    heads, K], v [B, t, heads, V], log decay and beta [B, t, heads]. Returns [B, t, heads, V].
+def _delta_rule(
+    inputs: tuple[Tensor, ...], states: Tensor, slots: Tensor, by_token: Tensor | None = None
+) -> Tensor:
+    """Run B sequences of t tokens from their states, and update the states, or with `by_token` [..,
+    t, heads, V, K] write the states after each token there. inputs: q, k [B, t, key heads, K], v
+    [B, t, heads, V], log decay and beta [B, t, heads]. Returns [B, t, heads, V].
     """
     q, k, v, decay, beta = inputs
     copies = v.shape[2] // k.shape[2]
@@ -180,7 +200,10 @@ def _delta_rule(inputs: tuple[Tensor, ...], states: Tensor, slots: Tensor) -> Te
         write = (v[:, t] - recalled) * beta[:, t, :, None]
         state = state + write[..., None] * k[:, t, :, None]
         outputs.append((state @ q[:, t, :, :, None])[..., 0])
-    states[slots] = state.to(states)
+        if by_token is not None:
+            by_token[: len(slots), t] = state.to(by_token)
+    if by_token is None:
+        states[slots] = state.to(states)
     return torch.stack(outputs, dim=1)
 
 
