@@ -93,7 +93,8 @@ class Response:
     versions of all tokens, in order. routes: Experts of the R tokens before the last one, which
     begin in the prompt, as they were when the tokens after them were sampled. None if the server
     returned none. teacher_logprobs: Log-prob of each token by a teacher, at temperature 1; None if
-    it gave none.
+    it gave none. drafts: Drafts that the server accepted, and the passes in which it verified some;
+    (0, 0) without speculative decoding.
     """
 
     token_ids: npt.NDArray[np.int32]  # [T]
@@ -103,6 +104,7 @@ class Response:
     spans: tuple[VersionSpan, ...] = ()
     routes: npt.NDArray[Any] | None = None  # [R, layers, top-k] uint8 or int16
     teacher_logprobs: npt.NDArray[np.float32] | None = None  # [T]
+    drafts: tuple[int, int] = (0, 0)
 
     @property
     def is_complete(self) -> bool:
@@ -125,6 +127,7 @@ class Response:
             rest.weight_version,
             tuple(spans),
             self._routes_then(rest),
+            drafts=(self.drafts[0] + rest.drafts[0], self.drafts[1] + rest.drafts[1]),
         )
 
     def _routes_then(self, rest: "Response") -> Array | None:
@@ -465,6 +468,7 @@ def _response(
             if span["end"] > span["start"]
         ),
         routes=_routes(meta, len(prompt.token_ids) + num_before, len(tokens), sampling, routed),
+        drafts=(meta.get("spec_num_correct_drafts", 0), meta.get("spec_verify_ct", 0)),
     )
 
 

@@ -154,7 +154,16 @@ def rollout_metrics(groups: Sequence[Group], version: int | None = None) -> dict
         total = sum(episode.counts[name] for episode in episodes)
         metrics[f"episode/{name}"] = total / len(episodes)
     sampled = [response for episode in episodes for response in episode.responses]
-    return metrics | staleness_metrics(sampled, version) | _reward_metrics(groups)
+    metrics |= staleness_metrics(sampled, version) | draft_metrics(sampled)
+    return metrics | _reward_metrics(groups)
+
+
+def draft_metrics(responses: Sequence[Response]) -> dict[str, float]:
+    """Return the mean number of tokens that a pass of a server added to a response, one more than
+    the accepted drafts. The result is empty without speculative decoding.
+    """
+    accepted, passes = (sum(counts) for counts in zip(*(r.drafts for r in responses), strict=True))
+    return {"accept_length": 1 + accepted / passes} if passes else {}
 
 
 def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -31,6 +31,7 @@ from megavlm.inference.protocol import (
 )
 from megavlm.inference.requests import ATTEMPTS, PROMPTS_PER_REQUEST, RequestLimits
 from megavlm.inference.server import ClaimedPort
+from megavlm.rollout.groups import draft_metrics
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer, Fault
 from tests.support.prompts import make_image, make_prompt
@@ -314,6 +315,23 @@ def test_an_answer_of_the_right_form_can_be_malformed(
     }
     with pytest.raises(ValueError, match=problem):
         parse_generate({"meta_info": meta}, [prompt], 1, Sampling(1.0, 4, vocab_size=9))
+
+
+def test_accepted_drafts_are_counted_over_a_response_and_its_continuation() -> None:
+    prompt = make_prompt()
+    meta = {
+        "output_token_logprobs": [(-0.5, 5)] * 4,
+        "finish_reason": {"type": "length"},
+        "prompt_tokens": len(prompt.token_ids),
+        "weight_version": "1",
+    }
+    counts = {"spec_num_correct_drafts": 1, "spec_verify_ct": 2, "spec_accept_length": 2.0}
+    sampling = Sampling(1.0, 4)
+    ((plain,),) = parse_generate({"meta_info": meta}, [prompt], 1, sampling)
+    ((drafted,),) = parse_generate({"meta_info": meta | counts}, [prompt], 1, sampling)
+    assert plain.drafts == (0, 0) and draft_metrics([plain]) == {}
+    assert drafted.then(plain).then(drafted).drafts == (2, 4)
+    assert draft_metrics([drafted, plain]) == {"accept_length": 1.5}
 
 
 @pytest.mark.parametrize("images", [0, 1, 2])
