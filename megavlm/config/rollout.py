@@ -29,6 +29,10 @@ OWNED_SERVER_ARGS = {
 REFUSED_SERVER_ARGS = {
     "quantization": "SGLang cannot load the weights of an update into quantised ones",
     "torchao_config": "SGLang cannot load the weights of an update into quantised ones",
+    "speculative_accept_threshold_single": "servers would sample tokens from another distribution "
+    "than the one that is trained",
+    "speculative_accept_threshold_acc": "servers would sample tokens from another distribution "
+    "than the one that is trained",
     "trust_remote_code": "it runs code from the model folder",
     "enable_custom_logit_processor": "it runs code from requests",
     "api_key": "it would show in the process list, and each run makes its own",
@@ -186,13 +190,21 @@ class Rollout(Section):
 
     server_args: dict[str, Any] = field(default_factory=dict)
     """Further options of sglang.launch_server by their long names, for example
-    {mem_fraction_static: 0.8}. With `rollout.mode=external` they apply to servers that a Slurm job
+    {mem_fraction_static: 0.8}. {speculative_algorithm: NEXTN} decodes speculatively with the
+    `mtp.*` head of Qwen3.5. With `rollout.mode=external` they apply to servers that a Slurm job
     or `megavlm plan --servers` starts; servers that already run keep their own options."""
 
     @property
     def steps_started(self) -> float:
         """Number of steps whose prompts are started and not yet trained on, at most."""
         return self.oversample if self.oversample > 1 else self.max_staleness + 1.0
+
+    @property
+    def draft_algorithm(self) -> str | None:
+        """SGLang's algorithm by which servers draft tokens with the model's own head (`mtp.*`)."""
+        algorithm = str(self.server_args.get("speculative_algorithm")).upper()
+        has_model = self.server_args.get("speculative_draft_model_path") is not None
+        return algorithm if algorithm in ("NEXTN", "EAGLE") and not has_model else None
 
     def check(self) -> None:
         if self.mode == "external":

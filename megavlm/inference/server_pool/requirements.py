@@ -13,6 +13,7 @@ Version = tuple[int, ...]
 # Oldest SGLang release with all that megavlm uses (the last is sessions of weight updates), and the
 # newest that is tested.
 OLDEST, NEWEST = (0, 5, 21), (0, 5, 23)
+DRAFTING = (0, 5, 23)  # the release in which updates of a draft model's target are tested
 IMAGE_CACHE = "SGLANG_VLM_CACHE_SIZE_MB"
 EXPOSE_ENVIRONMENT = "SGLANG_EXPOSE_OWN_ENV_VARS"  # makes /server_info list the server's variables
 
@@ -81,6 +82,12 @@ def check_version(info: Mapping[str, Any]) -> None:
         raise ValueError(
             f"runs SGLang {info.get('version')}, but {oldest} to {newest} are supported: install "
             "one of these where the server runs"
+        )
+    if version < DRAFTING and info.get("speculative_algorithm"):
+        raise ValueError(
+            f"runs SGLang {info.get('version')} with speculative decoding, which is supported from "
+            f"{'.'.join(map(str, DRAFTING))} on: update it, or start the server without "
+            "--speculative-algorithm"
         )
     if version > NEWEST:
         logger.warning(

@@ -20,6 +20,7 @@ from megavlm.checkpointing.folder import (
     locate_step,
     saved_config,
 )
+from megavlm.checkpointing.untrained import untrained_tensors
 from megavlm.config.algorithm import DataTraining
 from megavlm.config.schema import Config
 from megavlm.families import FAMILIES, family, quantization
@@ -53,6 +54,12 @@ def check_model(folder: Path, config: Config) -> Values:
     if not isinstance(config.algorithm, DataTraining):
         _check_served(folder, values)
     check_weights(folder)
+    if config.rollout.draft_algorithm and not untrained_tensors(folder):
+        raise ValueError(
+            f"rollout.server_args.speculative_algorithm={config.rollout.draft_algorithm} drafts "
+            f"with the head mtp.* of Qwen3.5, but model.folder={folder} has no such tensors: take "
+            "a folder with them, or remove it"
+        )
     if (folder / PEFT_CONFIG).is_file():
         raise ValueError(
             f"model.folder={folder} holds adapters beside its model, which would be ignored: "

@@ -308,6 +308,9 @@ BROKEN = {
     ("optimizer.merger_lr=1e-6", "model.freeze_tower=false"): "optimizer.merger_lr=1e-06 is for a",
     ("rollout.server_args.quantization=fp8",): "refused, because SGLang cannot load the weights",
     ("rollout.server_args.trust-remote-code=true",): "refused, because it runs code",
+    (
+        "rollout.server_args.speculative-accept-threshold-acc=0.9",
+    ): "is refused, because servers would sample tokens from another distribution",
     ("rollout.server_args.api_key=secret",): "rollout.server_args.api_key is refused",
     ("rollout.server_args={--device: cpu}",): "rollout.server_args.--device is set by megavlm",
     ("optimizer.min_lr=1",): "optimizer.min_lr=1.0 is above optimizer.lr=1e-06",

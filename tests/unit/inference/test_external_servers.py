@@ -44,6 +44,13 @@ ENVIRONMENT = "internal_states"
     [
         ({"version": "0.5.4"}, Requirements(), r"runs SGLang 0\.5\.4, but 0\.5\.21 to 0\.5\.23"),
         ({"version": None}, Requirements(), "runs SGLang None"),
+        (
+            {"version": "0.5.22", "speculative_algorithm": "EAGLE"},
+            Requirements(),
+            r"runs SGLang 0\.5\.22 with speculative decoding, which is supported from 0\.5\.23",
+        ),
+        ({"version": "0.5.22", "speculative_algorithm": None}, Requirements(), None),
+        ({"version": "0.5.23", "speculative_algorithm": "EAGLE"}, Requirements(), None),
         ({"tp_size": "x"}, Requirements(), "does not report its tp_size"),
         ({}, FRESH, "start it with SGLANG_VLM_CACHE_SIZE_MB=0"),
         ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "100"}}]}, FRESH, "start it"),

@@ -3,7 +3,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from megavlm.config.load import load
 from megavlm.inference.server_args import CPU_ARGS, GPU_ARGS, SHARED_GPU_ARGS, option_names
@@ -81,6 +83,22 @@ def test_a_model_folder_is_complete(
     write_recipe()
     damage(tmp_path / "model")
     assert message in refused(write_recipe(), by=check_model)
+
+
+def test_servers_draft_with_a_head_that_the_folder_has(
+    write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    drafting = ("rollout.server_args.speculative_algorithm=nextn",)
+    recipe = write_recipe()
+    assert refused(recipe, *drafting, by=check_model) == (
+        "rollout.server_args.speculative_algorithm=NEXTN drafts with the head mtp.* of Qwen3.5, "
+        f"but model.folder={tmp_path / 'model'} has no such tensors: take a folder with them, or "
+        "remove it"
+    )
+    other_model = "rollout.server_args.speculative_draft_model_path=models/draft"
+    check_model(recipe, *drafting, other_model)
+    save_file({"mtp.fc.weight": np.zeros(2)}, tmp_path / "model" / "head.safetensors")
+    check_model(recipe, *drafting)
 
 
 def test_what_only_servers_read_of_a_config_json(tmp_path: Path) -> None:
