@@ -8,8 +8,10 @@ from safetensors import safe_open
 
 from megavlm.demo.data import DemoData
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.models.common.hf_source import HFFolder
 from megavlm.process import ExitCode
 from tests.e2e.conftest import World
+from tests.support.draft_head import add_draft_head
 
 pytestmark = pytest.mark.sglang
 
@@ -109,31 +111,34 @@ def test_the_checkpoint_is_evaluated_and_trained_on(world: World, trained: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_layers_of_linear_attention(world: World, family: str) -> None:
-    model = world.root / family
+    """One family replays routes; the servers of both draft tokens with a head of the model."""
+    plain, model = world.root / family, world.root / f"{family}_mtp"
     sets = (world.root / f"data/{name}.parquet" for name in ("train", "test", "warm_start"))
-    make_tiny_model(model, DemoData(*sets, "task").texts(), seed=0, family=family)
+    make_tiny_model(plain, DemoData(*sets, "task").texts(), seed=0, family=family, num_layers=4)
+    add_draft_head(plain, model)
     recipe = world.recipe(
         f"grpo_{family}",
         model={"folder": str(model)},
         parallel={"tensor": 2, "sequence": True},
         algorithm=GRPO | {"steps": 2, "routing_replay": family == "qwen3_5_moe"},
         optimizer={"lr": 1e-3},
-        rollout={"temperature": 0.7},
+        rollout={"temperature": 0.7, "server_args": {"speculative_algorithm": "NEXTN"}},
         checkpoint={"export_hf": True, "verify_export": True},
     )
     done = world.megavlm("train", recipe)
     assert done.returncode == 0, done.stderr
     steps = world.metrics(f"grpo_{family}")
     assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["accept_length"] >= 1 for step in steps)
     assert all(step["rollout_max_difference"] < 1e-4 for step in steps)
     run = world.root / f"grpo_{family}"
     assert json.loads((run / "result.json").read_text())["export_logit_difference"] < 1e-5
-    with safe_open(run / "hf/model.safetensors", "pt") as exported:
-        with safe_open(model / "model.safetensors", "pt") as start:
-            assert set(exported.keys()) == set(start.keys())
-            for name in ("in_proj_qkv.weight", "in_proj_a.weight", "conv1d.weight", "A_log"):
-                key = f"model.language_model.layers.0.linear_attn.{name}"
-                assert not exported.get_tensor(key).equal(start.get_tensor(key)), key
+    exported, start = HFFolder(run / "hf"), HFFolder(model)
+    assert set(exported) == set(start)
+    assert exported["mtp.fc.weight"].equal(start["mtp.fc.weight"])
+    for name in ("in_proj_qkv.weight", "in_proj_a.weight", "conv1d.weight", "A_log"):
+        key = f"model.language_model.layers.0.linear_attn.{name}"
+        assert not exported[key].equal(start[key]), key
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from tests.conftest import DATA
 from tests.sglang.conftest import Served, model_folder
 from tests.sglang.pushes import Trainer, changed, push_and_compare
 from tests.sglang.questions import prompts
+from tests.support.draft_head import add_draft_head
 from tests.support.fork import launch
 from tests.support.lora_reference import RANK
 from tests.support.timeouts import scaled
@@ -42,6 +43,7 @@ WITH_ADAPTERS = {
     "lora_target_modules": "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split(),
     "lora_backend": "torch_native",
 }
+DRAFTS = ", with drafts"
 
 
 class Case(NamedTuple):
@@ -80,6 +82,8 @@ SUBSET = [
     Case("qwen3_5_moe", 2, "EP2", "tensor", "refit"),
     Case("qwen3_5_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
     Case("qwen3_5_moe", 1, "EP2", "tensor", "adapter"),
+    Case("qwen3_5" + DRAFTS, 2, "TP2", "distributed", "tower"),
+    Case("qwen3_5" + DRAFTS, 2, "TP2xPP2", "tensor", "adapter"),
 ]
 
 
@@ -121,7 +125,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
             if (family, ranks) not in running:
                 stack.close()
                 running.clear()
-                folder = model_folder(family)
+                folder, args = model_folder(family.removesuffix(DRAFTS)), WITH_ADAPTERS
+                if family.endswith(DRAFTS):
+                    folder = add_draft_head(folder, root / "drafting")
+                    args = {**args, "speculative_algorithm": "NEXTN"}
                 server = ManagedServer(
                     ServerOptions(
                         folder,
@@ -129,7 +136,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
                         device="cpu",
                         tensor_parallel=ranks,
                         cache_images=False,
-                        server_args=WITH_ADAPTERS,
+                        server_args=args,
                     ),
                     log_path=root / f"{family}-{ranks}.log",
                     start_timeout=START,

@@ -37,6 +37,7 @@ from tests.sglang.conftest import Served, model_folder
 from tests.sglang.questions import prompts
 from tests.support.calls import episode
 from tests.support.columns import columns
+from tests.support.draft_head import add_draft_head
 from tests.support.fork import launch
 from tests.support.levels import slow
 from tests.support.timeouts import scaled
@@ -60,15 +61,20 @@ def with_ties(source: Path, target: Path, seed: int) -> Path:
     return target
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl_moe", *slow("qwen3_5_moe")])
+@pytest.fixture(
+    scope="module", params=["qwen3_vl_moe", *slow("qwen3_5_moe"), *slow("qwen3_5_moe, with drafts")]
+)
 def routed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("routed")
-    folder = with_ties(model_folder(request.param), root / "served", seed=1)
-    options = ServerOptions(
-        folder, "float32", "cpu", server_args={"enable_return_routed_experts": True}
-    )
+    family, _, drafts = request.param.partition(", ")
+    source, args = model_folder(family), dict[str, Any](enable_return_routed_experts=True)
+    if drafts:
+        source = add_draft_head(source, root / "drafting")
+        args["speculative_algorithm"] = "NEXTN"
+    folder = with_ties(source, root / "served", seed=1)
+    options = ServerOptions(folder, "float32", "cpu", server_args=args)
     with ManagedServer(options, log_path=root / "server.log") as server:
         yield Served(folder, Processor(folder, DATA, family_of(folder)), server)
 

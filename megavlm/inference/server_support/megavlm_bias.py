@@ -5,8 +5,8 @@ matrix [batch, vocabulary] in fp32 of it, adds it to the logits at each token, a
 whenever a request ends or joins: 0.6 GB for 1,024 requests and a vocabulary of 152k. Here requests
 with equal biases share one, which is added to its own columns only.
 
-SGLang loads this module as a plugin (megavlm_plugins.dist-info). Speculative decoding reads the
-matrix itself, and keeps it.
+SGLang loads this module as a plugin (megavlm_plugins.dist-info). Speculative decoding repeats the
+matrix for the tokens that it verifies, and keeps it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -163,6 +163,10 @@ def install() -> None:
     def update_weights_from_tensor(self: Any, request: Any) -> Any:
         if request.load_format != f"{__name__}.receive":
             return update(self, request)
+        # A draft model shares the weights that it has in common with the target, and its own are
+        # not sent. Otherwise each rank would be asked for a second answer, by its draft model.
+        if hasattr(request, "selector"):
+            request.selector = "target"
         # Beginning and ending restore and process weights that a server stores in another form, as
         # quantized ones. A session that is already open stays open.
         begun = self.begin_weight_update(io_struct.BeginWeightUpdateReqInput())
