@@ -1,12 +1,14 @@
 """Speculative decoding with Qwen3.5's own draft head, on the real server."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
 from megavlm.data.processor import Processor
+from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family_of
 from megavlm.inference.protocol import Response, Sampling
 from megavlm.inference.server import ManagedServer
@@ -16,11 +18,12 @@ from tests.conftest import DATA
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served, model_folder
 from tests.sglang.pushes import Trainer, changed, push
-from tests.sglang.questions import largest_difference, prompts
+from tests.sglang.questions import QUESTION, largest_difference, prompts
 from tests.sglang.test_pauses import push_under_a_request, versions
 from tests.sglang.test_weights import differences
 from tests.support.draft_head import add_draft_head
 from tests.support.fork import launch
+from tests.support.levels import slow
 
 pytestmark = [
     pytest.mark.sglang,
@@ -33,7 +36,12 @@ SHARED = {"draft.model.embed_tokens.weight", "draft.lm_head.weight"}
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("speculation")
-    folder = add_draft_head(model_folder("qwen3_5"), root / "model")
+    with serving(add_draft_head(model_folder("qwen3_5"), root / "model"), root) as served:
+        yield served
+
+
+@contextmanager
+def serving(folder: Path, root: Path) -> Iterator[Served]:
     options = ServerOptions(
         folder, dtype="float32", device="cpu", server_args={"speculative_algorithm": "NEXTN"}
     )
@@ -62,7 +70,7 @@ def accept_length(responses: Sequence[Response]) -> float:
     return draft_metrics(responses)["accept_length"]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_logprobs_are_the_targets(served: Served, temperature: float) -> None:
     responses = sampled(served, temperature)
     assert 1.05 < accept_length(responses) < 3.5
@@ -79,17 +87,34 @@ def test_suppressed_tokens_are_drafted_and_rejected(served: Served) -> None:
     assert all(likeliest not in response.token_ids for response in responses)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "distributed", "disk"])
+@pytest.mark.parametrize("kind", ["tensor", *slow("distributed", "disk")])
 def test_a_push_reaches_the_target_and_what_the_draft_shares(
     served: Served, kind: str, tmp_path: Path
 ) -> None:
+    assert pushed(served, kind, tmp_path) == SHARED
+
+
+@pytest.mark.slow
+def test_a_push_with_tied_embeddings(tmp_path: Path) -> None:
+    sizes = {"family": "qwen3_5", "num_layers": 4, "init_std": 0.05, "tied_embeddings": True}
+    make_tiny_model(tmp_path / "plain", [QUESTION] * 10, seed=3, max_vocab=300, **sizes)
+    folder = add_draft_head(tmp_path / "plain", tmp_path / "model")
+    with serving(folder, tmp_path) as served:
+        assert accept_length(sampled(served, 0.0)) > 1
+        assert pushed(served, "tensor", tmp_path) == {"draft.model.embed_tokens.weight"}
+
+
+def pushed(served: Served, kind: str, tmp_path: Path) -> set[str]:
+    """Push other weights, by which the server then samples. Returns the draft model's tensors that
+    have changed.
+    """
     weights = changed(served.folder, tmp_path / "weights", tower=False, seed=7)
     before = draft_weights(served)
     report, _ = launch(2, push, [served.receiver], kind, Trainer(weights), tmp_path, 3)
     assert report.servers == 1 and report.checked
     after = differences(served, Reference(weights), 3, seed=0)
     assert max(after.values()) < 1e-4, after
-    assert different(before, draft_weights(served)) == SHARED
+    return different(before, draft_weights(served))
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-HEAD = "lm_head.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
 # What layers add to the embedding of a token.
 ADDED = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
 LAST = "model.language_model.layers.3."  # with full attention, as the head's own layer
@@ -21,8 +21,9 @@ def add_draft_head(source: Path, target: Path) -> Path:
     for name, tensor in tensors.items():
         if name.startswith("model.language_model.") and name.endswith(ADDED):
             tensor *= 0.05
-    tensors[HEAD] *= 4
-    size = tensors[HEAD].shape[1]
+    head = tensors[HEAD if HEAD in tensors else EMBEDDING]
+    head *= 4
+    size = head.shape[1]
     for name in [name for name in tensors if name.startswith(LAST)]:
         tensors["mtp.layers.0." + name.removeprefix(LAST)] = tensors[name].clone()
     for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
