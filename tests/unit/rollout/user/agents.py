@@ -1,24 +1,22 @@
-"""Agents that know only an address."""
+"""Agents that know only an address. Two use OpenAI's package, which takes half a second of a
+process to import; the others post.
+"""
 
 import asyncio
 import base64
+import json
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-from openai import AsyncOpenAI, OpenAI
-
 from megavlm.rewards.base import Example
 
 
-def client(base_url: str) -> OpenAI:
-    return OpenAI(base_url=base_url, api_key="none", max_retries=0)
-
-
 def ask(base_url: str, *messages: Any) -> Any:
-    made = client(base_url).chat.completions.create(model="any", messages=list(messages))
-    return made.choices[0].message
+    """Return the message of the answer."""
+    body = json.dumps({"model": "any", "messages": messages}).encode()
+    return json.loads(post(f"{base_url}/chat/completions", body))["choices"][0]["message"]
 
 
 def question(row: Example) -> dict[str, Any]:
@@ -32,11 +30,13 @@ def looks_twice(base_url: str, row: Example) -> str:
     """Returns text, which is scored."""
     start = question(row)
     first = ask(base_url, start)
-    again: str = ask(base_url, start, first, {"role": "user", "content": "Look again."}).content
+    again: str = ask(base_url, start, first, {"role": "user", "content": "Look again."})["content"]
     return again
 
 
 async def grades_itself(base_url: str, row: Example) -> dict[str, Any]:
+    from openai import AsyncOpenAI
+
     async with AsyncOpenAI(base_url=base_url, api_key="none") as openai:
         asked = [question(row), {"role": "user", "content": "No. 1 2 3"}]
         both = [
@@ -54,7 +54,7 @@ def counts(base_url: str, row: Example) -> float:
 
 def posts(base_url: str, row: Example) -> None:
     ask(base_url, question(row))
-    post(base_url, b'{"reward": 0.75}')
+    post(base_url.replace("/v1", "/reward"), b'{"reward": 0.75}')
 
 
 def posts_and_stays(base_url: str, row: Example) -> None:
@@ -62,10 +62,10 @@ def posts_and_stays(base_url: str, row: Example) -> None:
     time.sleep(1)
 
 
-def post(base_url: str, body: bytes) -> None:
-    url = base_url.replace("/v1", "/reward")
+def post(url: str, body: bytes) -> bytes:
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310
-    urllib.request.urlopen(request).read()  # noqa: S310
+    found: bytes = urllib.request.urlopen(request).read()  # noqa: S310
+    return found
 
 
 def crashes(base_url: str, row: Example) -> str:
@@ -90,7 +90,7 @@ def waits_for_ever(base_url: str, row: Example) -> str:
     """Blocks its thread in a call that gets no answer."""
     ask(base_url, question(row))
     (Path(row.extra["folder"]) / "blocked").touch()
-    message: str = ask(base_url, question(row)).content
+    message: str = ask(base_url, question(row))["content"]
     return message
 
 
@@ -108,6 +108,8 @@ TOOLS: Any = [
 
 async def plays_everything(base_url: str, row: Example) -> float:
     """Tools and images, a stream, parallel sub-agents, a cancelled call and a rewritten history."""
+    from openai import AsyncOpenAI
+
     async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as openai:
 
         async def chat(*messages: Any, **options: Any) -> Any:
