@@ -2,10 +2,13 @@
 
 import os
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -14,6 +17,7 @@ from megavlm.process import ExitCode, leave
 from megavlm.run.launcher import AGENT_PID, REASON_FILE
 
 PATIENCE = 5.0  # seconds that a rank waits for a lost peer to report the reason
+CODE_KEY = "megavlm/exit_code"  # in the store by which the nodes of a run have met
 NOTICED = 2.0  # seconds for torchrun to notice the first rank that ended, before this one ends, too
 
 
@@ -27,7 +31,12 @@ def end_run(sentence: str, code: ExitCode) -> NoReturn:
 
 
 def claim_reason(code: ExitCode) -> bool:
-    """Return True on the first rank that calls this. Its exit code becomes the run's."""
+    """Return True on the first rank of this machine that calls this. Its exit code becomes the
+    run's.
+    """
+    # A rank that stops may do so because another failed, see is_explained.
+    if code != ExitCode.STOPPED:
+        _ask_store(lambda store: store.set(CODE_KEY, str(int(code))))
     if REASON_FILE not in os.environ:
         return os.environ["RANK"] == "0"
     try:
@@ -52,6 +61,57 @@ def reason_given() -> int | None:
             return ExitCode.TRANSIENT
         time.sleep(0.05)
     return None
+
+
+def is_of_lost_node(error: RuntimeError) -> bool:
+    """Return True if a run on several nodes has lost the connection to a rank. Gloo raises plain
+    RuntimeErrors.
+    """
+    from torch.distributed import DistError  # late: torch takes seconds, and is there by now
+
+    return _has_nodes() and (isinstance(error, DistError) or "/gloo/transport/" in str(error))
+
+
+def end_with_lost_node(config: Config) -> NoReturn:
+    """End this rank, which has lost the connection to a rank of another node: with the exit code
+    that a rank there has reported, or else TRANSIENT.
+    """
+    codes: list[int] = []
+
+    def read(store: Any) -> None:
+        if store.check([CODE_KEY]):
+            codes.append(int(store.get(CODE_KEY)))
+
+    _ask_store(read)
+    sentence = (
+        "a rank of another node has ended or cannot be reached: the output of its node says why"
+    )
+    if codes:
+        end_run(sentence, ExitCode(codes[0]))
+    end_run(sentence + keep_traceback(config), ExitCode.TRANSIENT)
+
+
+def _ask_store(ask: Callable[[Any], None]) -> None:
+    """Call `ask` with the store by which the ranks of several nodes have met, if they have, and
+    wait for it for at most PATIENCE seconds. The store does not answer if its node is cut off, or
+    while another thread of this rank waits for a key.
+    """
+    dist: Any = sys.modules.get("torch.distributed")
+    if not _has_nodes() or dist is None or not dist.is_initialized():
+        return
+
+    def work() -> None:
+        with suppress(RuntimeError):  # the store's node is lost
+            ask(dist.distributed_c10d._get_default_store())
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+
+
+def _has_nodes() -> bool:
+    """Return True if the run has ranks on other machines."""
+    return os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]
 
 
 def _lost_peer() -> bool:

@@ -17,7 +17,14 @@ from megavlm.observability.progress import Progress
 from megavlm.parallel import platform
 from megavlm.process import ExitCode, Stopped, leave, loading_packages, stop_at_once
 from megavlm.rewards.base import RewardStop
-from megavlm.run.exit_reason import claim_reason, end_run, keep_traceback, reason_given
+from megavlm.run.exit_reason import (
+    claim_reason,
+    end_run,
+    end_with_lost_node,
+    is_of_lost_node,
+    keep_traceback,
+    reason_given,
+)
 from megavlm.run.launcher import AGENT_PID, die_with
 
 if TYPE_CHECKING:
@@ -53,6 +60,8 @@ def run(phase: "Phase", config: Config) -> NoReturn:
                 _explain(error, ExitCode.NOT_FINITE, config)
             if (code := reason_given()) is not None:
                 leave(code)
+            if is_of_lost_node(error):
+                end_with_lost_node(config)
             raise
     # It may also come while an error is reported, when torchrun stops this rank because another
     # failed.

@@ -1,8 +1,9 @@
 """Trainer and servers on the same two nodes. Both nodes are this machine, with two ranks each."""
 
+import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
 from megavlm.inference.server import free_port
+from megavlm.inference.server_main import shared_memory_of
+from megavlm.process import ExitCode
 from tests.e2e.conftest import World
 from tests.e2e.running import Running, running
 from tests.unit.inference.test_node_servers import servers_of
@@ -64,6 +67,33 @@ def ranks(node: Running) -> list[psutil.Process]:
     return sorted(agent.children(), key=lambda process: process.pid)
 
 
+def kill_in_a_push(node: Running, rank: psutil.Process) -> None:
+    """Kill a rank while it sends weights: it has their buffers, files in memory."""
+
+    def sends() -> bool:
+        files = Path(f"/proc/{rank.pid}/fd").iterdir()
+        with suppress(OSError):  # one is closed meanwhile
+            return any("memfd:megavlm" in os.readlink(file) for file in files)
+        return False
+
+    def is_killed() -> bool:
+        if sends():
+            rank.suspend()
+            if sends():
+                rank.kill()
+                return True
+            rank.resume()
+        return False
+
+    node.wait_until(is_killed)
+
+
+def shared_memory(run_dir: Path) -> set[str]:
+    """Return the files in shared memory of a run's servers."""
+    groups = [os.getpgid(server.pid) for server in servers_of(run_dir).values()]
+    return set[str]().union(*map(shared_memory_of, groups))
+
+
 def state(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a run's last checkpoint: weights, optimizer, random states."""
     reader = StepReader(step_folder(folder / "checkpoints", STEPS))
@@ -71,9 +101,12 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_switches_faults_and_a_resume_change_nothing(world: World) -> None:
-    """A server of the second node is killed, and later a rank there. The resumed run ends with the
-    state of a replay of its rollouts, in which nothing is switched, bit by bit.
+    """A server of the second node is killed, then that node's first rank in the middle of a push,
+    and in the resumed run the whole first node, which has the store. At last the run ends with the
+    state of a replay of its rollouts, in which nothing is switched, bit by bit. The replay loses a
+    rank in training.
     """
+    killed = 128 + signal.SIGKILL
     recipe = world.recipe("shared", **SECTIONS, run={"record_rollouts": True}, rollout=ROLLOUT)
     folder = world.root / "shared"
     with two_nodes(recipe, folder) as (first, second):
@@ -83,11 +116,19 @@ def test_switches_faults_and_a_resume_change_nothing(world: World) -> None:
         before = len(log.read_text())
         first.wait_until(lambda: "/generate " in log.read_text()[before:])
         first.wait_for_steps(len(world.metrics("shared")) + 5)
-        rank.kill()
-    assert second.process.returncode == 128 + signal.SIGKILL and first.process.returncode
+        files = shared_memory(folder)
+        kill_in_a_push(first, rank)
+    assert (first.process.returncode, second.process.returncode) == (ExitCode.TRANSIENT, killed)
     assert first.output.count("exit code -9") == 1
     assert first.output.count("waits for weights") == 1
     assert "/generate " in log.with_name("rollout_server_node0.log").read_text()
+    with two_nodes(recipe, folder) as (first, second):
+        first.wait_for_steps(len(world.metrics("shared")) + 1)
+        files |= shared_memory(folder)
+        first.process.kill()
+    assert second.process.returncode == ExitCode.TRANSIENT, second.output
+    assert "a rank of another node has ended" in second.output
+    assert len(files) > 3 and not [*filter(os.path.exists, files)]
     with two_nodes(recipe, folder) as (first, second):
         pass
     assert (first.process.returncode, second.process.returncode) == (0, 0), first.output
@@ -100,6 +141,10 @@ def test_switches_faults_and_a_resume_change_nothing(world: World) -> None:
         assert step["seconds/switch"] > 0
     assert any("stale_share" in step for step in steps), "partial rollouts outlive a switch"
     replay = world.recipe("alone", **SECTIONS, rollout={"replay": str(folder / "rollouts")})
+    with two_nodes(replay, world.root / "alone") as (first, second):
+        first.wait_for_steps(5)
+        ranks(second)[1].kill()
+    assert (first.process.returncode, second.process.returncode) == (ExitCode.TRANSIENT, killed)
     with two_nodes(replay, world.root / "alone") as (first, second):
         pass
     assert first.process.returncode == 0, first.output

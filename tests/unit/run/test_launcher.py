@@ -13,6 +13,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
+from megavlm.inference.server import free_port
 from megavlm.process import ExitCode
 from megavlm.run.launcher import is_explained
 from tests.support.timeouts import scaled
@@ -106,6 +107,26 @@ def test_bad_input_in_a_rank_is_one_sentence(
     assert done.stderr == f"megavlm: {reason} (traceback: {traceback})\n"
     assert done.returncode == 2 and reason not in done.stdout
     assert f"ValueError: {reason}" in traceback.read_text()
+
+
+def test_bad_input_on_a_node_is_the_end_of_all(write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    among = ["--nodes", "2", "--master", f"127.0.0.1:{free_port()}", "--node-rank"]
+    nodes = [
+        subprocess.Popen(
+            [*command(write_recipe(), seed=2), *among, str(rank)],
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    first, second = (node.communicate(timeout=WAIT)[1] for node in nodes)
+    assert [node.returncode for node in nodes] == [2, 2]
+    assert first.startswith("megavlm: a rank of another node has ended or cannot be reached: ")
+    traceback = tmp_path / "run" / "error.txt"
+    assert second == f"megavlm: only rank 1 refuses this (traceback: {traceback})\n"
+    assert "only rank 1 refuses this" in traceback.read_text()
 
 
 @pytest.mark.slow
