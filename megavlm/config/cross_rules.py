@@ -44,6 +44,7 @@ def check(config: Config) -> None:
     _check_oversample(config)
     _check_staleness(config)
     _check_overlap(config)
+    _check_quantization(config)
     _check_replay(config)
     _check_routing_replay(config)
     _check_distillation(config)
@@ -242,6 +243,26 @@ def _check_overlap(config: Config) -> None:
             f"{key} sends requests to servers that have taken the last push, but "
             f"rollout.router={rollout.router} hides them: set rollout.router=null or "
             "rollout.overlap=false"
+        )
+
+
+def _check_quantization(config: Config) -> None:
+    algorithm, rollout = config.algorithm, config.rollout
+    if rollout.quantization is None:
+        return
+    key = f"rollout.quantization={rollout.quantization}"
+    if config.model.dtype != "bfloat16":
+        raise ValueError(
+            f"{key} quantises weights in bfloat16, the only form in which its servers compute, but "
+            f"model.dtype={config.model.dtype}: set model.dtype=bfloat16 or "
+            "rollout.quantization=null"
+        )
+    if not isinstance(algorithm, PolicyOptimization):
+        return
+    if algorithm.importance == "none" and algorithm.old_logprobs == "trainer":
+        raise ValueError(
+            f"{key} samples from rounded weights, for which algorithm.importance=none does not "
+            "correct: set algorithm.importance=token or rollout.quantization=null"
         )
 
 

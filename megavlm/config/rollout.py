@@ -24,10 +24,10 @@ OWNED_SERVER_ARGS = {
     "dtype": "model.dtype",
     "config": "rollout.server_args",
     "device": "CUDA_VISIBLE_DEVICES",
+    "quantization": "rollout.quantization",
 }
 # Options with which a run cannot work, or must not.
 REFUSED_SERVER_ARGS = {
-    "quantization": "SGLang cannot load the weights of an update into quantised ones",
     "torchao_config": "SGLang cannot load the weights of an update into quantised ones",
     "speculative_accept_threshold_single": "servers would sample tokens from another distribution "
     "than the one that is trained",
@@ -188,6 +188,15 @@ class Rollout(Section):
     `adapter` sends only the adapters, which is less to send but slower to serve, and needs
     `lora.targets` among language.attention, language.mlp and language.experts."""
 
+    quantization: Literal["fp8"] | None = None
+    """Form of the servers' weights. `fp8` stores the linear layers of the language model in e4m3,
+    with a scale for each block of 128 x 128 weights: half the memory, half the bytes of an update,
+    and faster decoding. Servers start without weights; each rank of the trainer quantises its own
+    shards as it sends them. Tower, merger, embeddings, output head, routers and norms stay in
+    bfloat16. `algorithm.importance` corrects for what the rounding changes. It needs
+    `model.dtype` bfloat16 and GPUs that compute in FP8 (Ada, Hopper or newer); a CPU computes with
+    the same weights in bfloat16. Null keeps the trainer's dtype."""
+
     server_args: dict[str, Any] = field(default_factory=dict)
     """Further options of sglang.launch_server by their long names, for example
     {mem_fraction_static: 0.8}. {speculative_algorithm: NEXTN} decodes speculatively with the
@@ -230,6 +239,7 @@ class Rollout(Section):
                     f"rollout.server_args.{name} is refused, because {REFUSED_SERVER_ARGS[plain]}: "
                     "remove it"
                 )
+        self._check_quantization()
         if self.router is not None and self.suppress_special_tokens:
             # sglang-router 0.3.2 rewrites requests with only the sampling parameters it knows.
             raise ValueError(
@@ -237,6 +247,38 @@ class Rollout(Section):
                 "passes on, but rollout.suppress_special_tokens=true is one: servers would sample "
                 "from another distribution than the one that is trained; set "
                 "rollout.suppress_special_tokens=false or rollout.router=null"
+            )
+
+    def _check_quantization(self) -> None:
+        if self.quantization is None:
+            return
+        key = f"rollout.quantization={self.quantization}"
+        if not TRANSPORT_TRAITS[self.sync].needs_loader:
+            raise ValueError(
+                f"{key} needs megavlm's weight loader, but rollout.sync={self.sync} has servers "
+                f"load files: set rollout.sync to {transports_with(needs_loader=True)}"
+            )
+        if self.lora == "adapter":
+            raise ValueError(
+                f"{key} does not go with rollout.lora=adapter: SGLang has a weight with adapters "
+                "under two names, but its scales under one; set rollout.lora=merged"
+            )
+        for name in ("json_model_override_args", "load_format"):
+            if name in self.server_args:
+                raise ValueError(
+                    f"rollout.server_args.{name} is set by megavlm with {key}: remove one of them"
+                )
+        algorithm = self.server_args.get("speculative_algorithm")
+        if algorithm is not None:
+            raise ValueError(
+                f"{key} starts servers without weights, and updates have none for a draft model, "
+                f"but rollout.server_args.speculative_algorithm={algorithm}: remove one of them"
+            )
+        kernel = self.server_args.get("moe_runner_backend", "triton")
+        if kernel != "triton":
+            raise ValueError(
+                f"{key} sends experts in the order in which SGLang's Triton kernel stores them, "
+                f"but rollout.server_args.moe_runner_backend={kernel}: set it to triton"
             )
 
     def _check_external(self) -> None:

@@ -22,11 +22,13 @@ END_OF_TURN = "<|im_end|>"
 _QWEN2_5 = ("qwen2_5_vl",)
 _QWEN3_VL = ("qwen3_vl", "qwen3_vl_moe")
 _QWEN3 = (*_QWEN3_VL, "qwen3_5", "qwen3_5_moe")
+_QWEN3_5 = ("qwen3_5", "qwen3_5_moe")
 _MOE = ("qwen3_vl_moe", "qwen3_5_moe")
 # Options that only some families have; None means the default.
 _ONLY = {
     "full_attention_blocks": _QWEN2_5,
     "head_dim": _QWEN3,
+    "linear_head_dim": _QWEN3_5,
     "deepstack_blocks": _QWEN3_VL,
     "position_table_side": _QWEN3,
     "num_experts": _MOE,
@@ -44,6 +46,7 @@ class TinySizes:
         have windows of 112 pixels.
     head_dim (Qwen3-VL, Qwen3.5): hidden_size / num_heads by default; in Qwen3.5 64, of which a
         quarter gets rotary embeddings.
+    linear_head_dim (Qwen3.5): of keys and values in linear attention; 16 and 24 by default.
     deepstack_blocks (Qwen3-VL): tower blocks whose output becomes a DeepStack level, by default the
         first three, or as many as there are tower blocks and language layers.
     position_table_side (Qwen3-VL, Qwen3.5): the learned table has side x side positions; 8 by
@@ -59,6 +62,7 @@ class TinySizes:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int | None = None
+    linear_head_dim: int | None = None
     tied_embeddings: bool = False
     vision_depth: int = 3
     vision_hidden_size: int = 96
@@ -249,8 +253,8 @@ def _qwen3_5(sizes: TinySizes) -> tuple[ConfigSection, ConfigSection]:
         "partial_rotary_factor": PARTIAL_ROTARY_FACTOR,
         "linear_num_key_heads": sizes.num_kv_heads,
         "linear_num_value_heads": 2 * sizes.num_kv_heads,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
+        "linear_key_head_dim": sizes.linear_head_dim or 16,
+        "linear_value_head_dim": sizes.linear_head_dim or 24,
         "linear_conv_kernel_dim": 4,
     }
     vision = {

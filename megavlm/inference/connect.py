@@ -5,7 +5,7 @@ URL.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,10 +71,12 @@ def connect(
 
     progress: Shows the wait for servers and the progress of generation. needs_refit: If true,
     servers get requests only after a weight push; otherwise they serve the weights that they
-    started with. waits: If true, wait for the servers to start; otherwise the caller calls
-    `server_pool.wait_for_starts`. With colocate=true it always waits. beat: Callback for each
-    response. remote: The servers that other nodes of the run start on their GPUs.
+    started with, which are not quantised. waits: If true, wait for the servers to start; otherwise
+    the caller calls `server_pool.wait_for_starts`. With colocate=true it always waits. beat:
+    Callback for each response. remote: The servers that other nodes of the run start on their GPUs.
     """
+    if not needs_refit:  # a quantised server would start without weights
+        config = replace(config, rollout=replace(config.rollout, quantization=None))
     rollout = config.rollout
     policy = RestartPolicy(
         max_restarts=rollout.max_restarts,

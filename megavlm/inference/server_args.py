@@ -45,6 +45,27 @@ GPU_ARGS: ServerArgs = {
     # prompts arrive together, and decoding would begin with a part of them.
     "prefill_decode_interval": 0,
 }
+FP8_BLOCK = 128  # rows and columns of weights with a scale of their own
+# Modules that SGLang would quantise beside the language model's linear layers: the tower, and two
+# of Gated DeltaNet that have less than a block of rows.
+NOT_QUANTISED = ("visual", "in_proj_a", "in_proj_b")
+# Quantised servers start without weights: the model folder has none with scales, and the first
+# update sends all of them.
+FP8_ARGS: ServerArgs = {
+    "load_format": "dummy",
+    "json_model_override_args": json.dumps(
+        {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+                "modules_to_not_convert": NOT_QUANTISED,
+            }
+        }
+    ),
+}
+# Others of SGLang's kernels repack weights or scales when they are loaded, some of them in place.
+FP8_GPU_ARGS: ServerArgs = {"fp8_gemm_backend": "triton", "moe_runner_backend": "triton"}
 MAX_GRAPH_REQUESTS = 1024  # CUDA graphs of more would take gigabytes and minutes of a start
 IMAGE_CACHE_MB = 512  # features of 50 images of one megapixel of a 7B
 # SGLang keeps no copy of released weights in host memory: each push sends all of them, from GPU to
@@ -182,6 +203,8 @@ def _server_args(config: Config, device: str, num_nodes: int) -> dict[str, Any]:
         }
         if device == "cpu":
             needed["lora_backend"] = "torch_native"
+    if rollout.quantization == "fp8":
+        needed |= {**FP8_ARGS, **(FP8_GPU_ARGS if device == "cuda" else {})}
     if replays_routing(config.algorithm):
         needed["enable_return_routed_experts"] = True
     return {**needed, **rollout.server_args}

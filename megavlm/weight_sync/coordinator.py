@@ -190,6 +190,15 @@ class SyncCoordinator:
                     f"{url} has no weight loader of this release: start it as `megavlm plan "
                     "--servers` prints, or set rollout.sync=disk",
                 )
+        if self._settings.fp8:
+            for url, (_, kernel) in [*layouts.items()]:
+                if not _is_plain(receivers[url], kernel):
+                    del layouts[url]
+                    servers.lose(
+                        url,
+                        f"{url} has moe_runner_backend={kernel}, which stores experts in another "
+                        "order than rollout.quantization=fp8 sends them: start it with triton",
+                    )
         return {
             url: self._layout(receivers[url], expert_parallel, kernel)
             for url, (expert_parallel, kernel) in layouts.items()
@@ -204,8 +213,14 @@ class SyncCoordinator:
             settings.tied_embeddings,
             settings.linear_rows,
             on_cpu=receiver.device == "cpu",
-            whole_experts=receiver.device != "cpu" and kernel not in PLAIN_KERNELS,
+            whole_experts=not _is_plain(receiver, kernel),
+            fp8=settings.fp8,
         )
+
+
+def _is_plain(receiver: Receiver, kernel: str | None) -> bool:
+    """Return True if a server stores experts as they are loaded."""
+    return receiver.device == "cpu" or kernel in PLAIN_KERNELS
 
 
 def _check_sent(servers: Servers, reports: Sequence[SendReport]) -> None:

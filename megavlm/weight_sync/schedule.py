@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
+from megavlm.weight_sync.block_fp8 import BLOCK, SCALES, SUFFIX, VALUES, scale_shape
 from megavlm.weight_sync.ownership import SyncPlan
-from megavlm.weight_sync.runs import Slices
+from megavlm.weight_sync.runs import Slice, Slices
 from megavlm.weight_sync.sglang_layout import ServerLayout, parameter_name
 
 
@@ -38,7 +39,8 @@ class Piece(NamedTuple):
 
     entry: Index of the entry. source: First row (or column) in the shard. name, shape, row, dim,
     whole, start: As in `Slice` and `Run`. length: Number of rows. dtype: The server's. unit: Bytes
-    of a row. target: Index of the target.
+    of a row. form: For a parameter in block FP8, its numbers or its scales, each row of which is of
+    BLOCK rows of the shard. target: Index of the target.
     """
 
     entry: int
@@ -52,16 +54,29 @@ class Piece(NamedTuple):
     length: int
     dtype: torch.dtype
     unit: int
+    form: Literal["plain", "values", "scales"]
     target: int
 
     @property
     def nbytes(self) -> int:
         return self.length * self.unit
 
+    @property
+    def step(self) -> int:
+        """Number of rows that stay together."""
+        return BLOCK if self.form == "values" else 1
+
+    @property
+    def stride(self) -> int:
+        """Number of rows of the shard for each row."""
+        return BLOCK if self.form == "scales" else 1
+
     def without(self, rows: int) -> "Piece":
         """Return the piece without its first rows."""
         return self._replace(
-            source=self.source + rows, start=self.start + rows, length=self.length - rows
+            source=self.source + rows * self.stride,
+            start=self.start + rows,
+            length=self.length - rows,
         )
 
 
@@ -161,10 +176,9 @@ def make_schedule(
     rounds = math.ceil(most / portion_bytes)
     streams = []
     for (holder, sender, target), pieces in sorted(shares.items(), key=lambda item: item[0]):
-        # Wide numbers first, so that every piece of a portion is aligned. Whole experts last,
-        # because checksums leave them out.
-        pieces.sort(key=lambda piece: (piece.whole, -piece.dtype.itemsize, piece.entry))
-        portions = tuple(tuple(portion) for portion in cut(pieces, rounds))
+        # Pieces of an entry stay together, because its shard is made for each round anew.
+        pieces.sort(key=lambda piece: (piece.whole, piece.entry))
+        portions = tuple(tuple(sorted(part, key=_place)) for part in cut(pieces, rounds))
         streams.append(Stream(holder, sender, target, portions))
     entries = {piece.entry for pieces in queues.values() for piece in pieces}
     names = {name for index in entries for name in plan.entries[index].hf}
@@ -180,7 +194,7 @@ def cut(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
         end = total * number // parts
         index = bisect_right(ends, end)
         piece = pieces[index]
-        row = round((end - ends[index] + piece.nbytes) / piece.unit)
+        row = round((end - ends[index] + piece.nbytes) / (piece.unit * piece.step)) * piece.step
         places.append((index + 1, 0) if row == piece.length else (index, row))
     places.append((len(pieces), 0))
     result = []
@@ -193,6 +207,13 @@ def cut(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
             part[:1] = [rest] if rest.length else []
         result.append(part)
     return result
+
+
+def _place(piece: Piece) -> tuple[bool, int]:
+    """Return the key by which the pieces of a portion are sorted. Whole experts come last, because
+    checksums leave them out; wide numbers first, so that every piece is aligned.
+    """
+    return piece.whole, -piece.dtype.itemsize
 
 
 def padded(num_bytes: int) -> int:
@@ -247,29 +268,59 @@ def _of_kind(
         entries = [plan.entries[index] for index in indices]
         kind = entries[0].dtype or dtype
         for part in slices.of(entries, layout, rank):
-            inner = part.shape if part.row is None else part.shape[1:]
-            unit = math.prod(inner) // inner[part.dim] * kind.itemsize
             for run in part.runs:
                 index = indices[run.part]
                 if not full and index not in plan.changed:
                     continue  # another part of a fused parameter
-                yield (
-                    plan.holders[index][run.shard],
-                    Piece(
-                        index,
-                        run.source,
-                        part.name,
-                        part.shape,
-                        part.row,
-                        part.dim,
-                        part.whole,
-                        run.start,
-                        run.length,
-                        kind,
-                        unit,
-                        0,
-                    ),
+                piece = Piece(
+                    index,
+                    run.source,
+                    part.name,
+                    part.shape,
+                    part.row,
+                    part.dim,
+                    part.whole,
+                    run.start,
+                    run.length,
+                    kind,
+                    _unit(part, kind),
+                    "plain",
+                    0,
                 )
+                for stored in _quantised(piece, part) if layout.is_fp8(part.name) else [piece]:
+                    yield plan.holders[index][run.shard], stored
+
+
+def _quantised(piece: Piece, part: Slice) -> list[Piece]:
+    """Return the pieces of the numbers and of the scales of a piece. Raises ValueError if a block
+    would have rows of several shards.
+    """
+    if piece.start % BLOCK or piece.length % BLOCK:
+        raise ValueError(
+            f"rollout.quantization=fp8 has a scale for {BLOCK} x {BLOCK} weights, but a rank has "
+            f"{piece.length} rows of {piece.name}: choose parallel.tensor, parallel.expert_tensor "
+            f"and rollout.tensor_parallel such that each rank has a multiple of {BLOCK}, or set "
+            "rollout.quantization=null"
+        )
+    scales = replace(part, name=piece.name + SUFFIX, shape=scale_shape(piece.shape))
+    return [
+        piece._replace(form="values", dtype=VALUES, unit=_unit(part, VALUES)),
+        piece._replace(
+            form="scales",
+            name=scales.name,
+            shape=scales.shape,
+            start=piece.start // BLOCK,
+            length=piece.length // BLOCK,
+            dtype=SCALES,
+            unit=_unit(scales, SCALES),
+        ),
+    ]
+
+
+def _unit(part: Slice, dtype: torch.dtype) -> int:
+    """Return the bytes of a row (or column) of a slice."""
+    inner = part.shape if part.row is None else part.shape[1:]
+    return math.prod(inner) // inner[part.dim] * dtype.itemsize
 
 
 def _size(pieces: Iterable[Piece]) -> int:

@@ -5,8 +5,8 @@ All functions are pure; tensors on the meta device give the shapes without using
 follow the weight loaders in sglang 0.5.23 (models/qwen2_vl.py, qwen2_5_vl.py, qwen3_vl.py,
 qwen3_vl_moe.py, qwen3_5.py, layers/linear.py, layers/vocab_parallel_embedding.py and
 layers/moe/fused_moe_triton/layer.py). A weight update compares checksums with the running server,
-so a release with other rules is detected. Not covered: quantized servers, and MoE kernels that
-store their weights shuffled.
+so a release with other rules is detected. Not covered: MoE kernels that store their weights
+shuffled.
 
 Shapes: E experts, H hidden size, I an expert's intermediate size.
 """
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavlm.models.common.mapping import short_name
+from megavlm.weight_sync.block_fp8 import is_quantised
 
 VOCAB_MULTIPLE = 64  # embedding, head and learned positions are padded to it with zero rows
 CPU_FFN_MULTIPLE = 32  # for each rank's width (configs/update_config.py)
@@ -61,7 +62,7 @@ class ServerLayout:
     attention module in SGLang, and its stacks of experts in HF are not transposed. on_cpu: True for
     a CPU server, where SGLang pads the width of language MLPs and experts. whole_experts: True if
     its MoE kernels store experts in another order, so that the model's own loader must take whole
-    ones.
+    ones. fp8: True if the weights of language layers are stored in block FP8.
     """
 
     tensor_parallel: int = 1
@@ -71,9 +72,15 @@ class ServerLayout:
     linear_rows: tuple[int, int] | None = None
     on_cpu: bool = False
     whole_experts: bool = False
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         assert self.tensor_parallel % self.expert_parallel == 0, "SGLang refuses such a server"
+        assert not (self.fp8 and self.whole_experts), "no loader takes quantised experts"
+
+    def is_fp8(self, name: str) -> bool:
+        """Return True for a parameter that is stored in block FP8."""
+        return self.fp8 and is_quantised(name)
 
     @property
     def ffn_multiple(self) -> int:

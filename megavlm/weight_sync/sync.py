@@ -104,6 +104,7 @@ class WeightSync:
             flush_aborted=config.rollout.pause == "abort" and config.rollout.max_staleness > 0,
             timeout=config.rollout.request_timeout,
             bucket_bytes=GPU_PORTION if platform.has_gpu() else CPU_PORTION,
+            fp8=config.rollout.quantization == "fp8",
         )
         return cls(
             SyncPlan(entries, trainer, changed),

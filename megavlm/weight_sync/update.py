@@ -23,6 +23,7 @@ class SyncSettings:
     cached under the name of the old version. timeout: Seconds for a request to a server, and for a
     portion. bucket_bytes: Bytes that a rank of a server receives, and a rank of the trainer sends,
     in one portion; each holds two portions. The transport through files gathers as many on a rank.
+    fp8: True if the weights of language layers are sent in block FP8, quantised from `dtype`.
     """
 
     dtype: torch.dtype
@@ -33,6 +34,7 @@ class SyncSettings:
     flush_aborted: bool = False
     timeout: float = 300.0
     bucket_bytes: int = CPU_PORTION
+    fp8: bool = False
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ QUESTIONS = ["How many circles are there?", "What colour is the square?"] * 20
 LENGTH = 151665  # of Qwen2.5's tokenizer
 
 
-def make_folder(folder: Path, release: str) -> None:
-    """Write the folder of a release, or of a tiny model of its family on a CPU."""
+def make_folder(folder: Path, release: str, **tiny: int) -> None:
+    """Write the folder of a release, or of a tiny model of its family on a CPU. tiny: Its sizes."""
     if shapes.is_tiny():
         family = RELEASES[release]["model_type"]
-        make_tiny_model(folder, QUESTIONS, seed=0, family=family, **shapes.TINY[family])
+        make_tiny_model(folder, QUESTIONS, seed=0, family=family, **shapes.TINY[family] | tiny)
         return
     define_torchvision_operators()
     from transformers import AutoModelForImageTextToText, GenerationConfig

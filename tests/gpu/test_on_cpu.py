@@ -207,7 +207,7 @@ def steps(**values: Any) -> list[dict[str, Any]]:
     return [
         {"step": i, "sync_checked": 9, "skipped_updates": 0, "sync_bytes": 1e9, "sync_tensors": 9,
          "tokens_per_second": 100.0, "memory_gib": 3.0, "rollout_max_difference": 0.01,
-         "seconds/update": 2.0, "seconds/total": 5.0, **values}
+         "rollout_train_kl": 1e-4, "seconds/update": 2.0, "seconds/total": 5.0, **values}
         for i in range(1, 11)
     ]  # fmt: skip
 

@@ -48,12 +48,15 @@ TIMEOUT = scaled(120)  # seconds for a request or a transfer
 
 @dataclass(frozen=True)
 class Trainer:
-    """`weights`: a folder. `targets`: of adapters on it, with the pairs of `lora_reference`."""
+    """`weights`: a folder. `targets`: of adapters on it, with the pairs of `lora_reference`. `fp8`:
+    quantise what is sent to the server.
+    """
 
     weights: Path
     layout: str = "TP2"
     freeze_tower: bool = True
     targets: tuple[str, ...] = ()
+    fp8: bool = False
 
     @property
     def ranks(self) -> Ranks:
@@ -124,13 +127,14 @@ def make_sync(
         chunks,
         way,
         SyncSettings(
-            torch.float32,
+            torch.bfloat16 if trainer.fp8 else torch.float32,
             num_kv_heads=heads,
             tied_embeddings=config.tie_word_embeddings,
             linear_rows=linear_rows(config.text_config),
             pause=pause,
             timeout=TIMEOUT,
             bucket_bytes=2**19,
+            fp8=trainer.fp8,
         ),
         receivers=receivers if mesh.is_driver else None,
         adapters=pairs,

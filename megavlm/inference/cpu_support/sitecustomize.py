@@ -10,8 +10,8 @@ a CPU; the other seven save time:
 2. `sgl_kernel` must be importable: this directory contains a stand-in for it.
 3. SGLang's LoRA code asks for pinned memory, but that needs a GPU build of torch: it gets pageable
    memory.
-4. Two kernels of Qwen3.5, and the kernels of adapters on experts, exist only for GPUs: they are
-   replaced by PyTorch operations.
+4. Two kernels of Qwen3.5, and the kernels of adapters on experts and of block FP8, exist only for
+   GPUs: they are replaced by PyTorch operations.
 5. Vision towers attend image by image (segment_attention.py), not over all images of a batch.
 6. Workers are forked: spawned workers import torch and SGLang again, 10 s each. Forking is safe
    without a GPU and with one thread (OMP_NUM_THREADS).
@@ -146,6 +146,7 @@ REPLACEMENTS = {
         "speculation", "keep_accepted_states"
     ),
     "sglang.srt.lora.layers": _install("expert_adapters"),
+    "sglang.srt.layers.quantization.fp8": _install("dequantisation"),
     "sglang.kernels.ops.attention.fla.layernorm_gated": _gate_norm,
     "sglang.kernels.ops.elementwise.elementwise": _gate_shared_expert,
 }

@@ -59,6 +59,11 @@ class Requirements:
                 "lora.targets=language.experts: start it with python -m megavlm.slurm.servers, or "
                 "set rollout.lora=merged"
             )
+        if self.sync is None and info.get("load_format") == "dummy":
+            raise ValueError(
+                "was started without weights, as servers of rollout.quantization=fp8 are, and gets "
+                "none from this command: set rollout.mode=managed, or start it without quantization"
+            )
         if not isinstance(info.get("tp_size"), int) or not isinstance(info.get("device"), str):
             raise ValueError("does not report its tp_size and device, as SGLang does")
         nodes = info.get("nnodes", 1)

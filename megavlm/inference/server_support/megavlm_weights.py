@@ -152,8 +152,9 @@ def leave(group: dist.ProcessGroup) -> None:
 
 def install() -> None:
     """Make SGLang's ranks open a weight-update session around an update of this loader, so that it
-    needs no requests of its own.
+    needs no requests of its own, and give quantised models no scales of their KV cache.
     """
+    from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
     from sglang.srt.managers import io_struct
     from sglang.srt.managers.scheduler_components import weight_updater
 
@@ -177,6 +178,16 @@ def install() -> None:
                 self.end_weight_update(io_struct.EndWeightUpdateReqInput())
 
     manager.update_weights_from_tensor = update_weights_from_tensor
+    process = BaseKVCacheMethod.process_weights_after_loading
+
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        # An update has none, and a start without weights or released memory leaves anything in
+        # them. Some attention kernels multiply with them although the cache is not quantised.
+        layer.k_scale.data.fill_(1.0)
+        layer.v_scale.data.fill_(1.0)
+        process(self, layer)
+
+    BaseKVCacheMethod.process_weights_after_loading = process_weights_after_loading
 
 
 def _connect(task: dict[str, Any], use: str) -> dist.TCPStore:

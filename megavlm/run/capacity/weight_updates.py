@@ -19,6 +19,7 @@ from megavlm.models.common.layout_rules import check_model_layout
 from megavlm.models.common.mapping import Entry
 from megavlm.parallel.mesh import Layout, check_world
 from megavlm.run.capacity.rates import NODE
+from megavlm.weight_sync.block_fp8 import VALUES
 from megavlm.weight_sync.lora import adapter_bytes
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.sglang_layout import ServerLayout, linear_rows, server_tensors
@@ -70,6 +71,7 @@ def server_layout(config: Config, hf_config: Any) -> ServerLayout:
         hf_config.text_config.num_key_value_heads,
         bool(hf_config.tie_word_embeddings),
         linear_rows(hf_config.text_config),
+        fp8=rollout.quantization == "fp8",
     )
 
 
@@ -123,15 +125,18 @@ def tensor_rows(
 
 
 def stored_bytes(entries: Iterable[Entry], servers: ServerLayout, itemsize: int) -> list[int]:
-    """Return the bytes of these entries that each rank of a server stores. At least these must be
-    sent.
+    """Return the bytes of these entries that each rank of a server stores, without scales of block
+    FP8. At least these must be sent.
     """
     shapes = {name: shape for x in entries for name, shape in zip(x.hf, x.hf_shapes, strict=True)}
     tensors: Mapping[str, Tensor] = {
         name: torch.empty(shape, device="meta") for name, shape in shapes.items()
     }
     return [
-        itemsize * sum(tensor.numel() for _, tensor in server_tensors(tensors, servers, rank))
+        sum(
+            tensor.numel() * (VALUES.itemsize if servers.is_fp8(name) else itemsize)
+            for name, tensor in server_tensors(tensors, servers, rank)
+        )
         for rank in range(servers.tensor_parallel)
     ]
 

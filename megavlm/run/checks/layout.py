@@ -8,6 +8,7 @@ from typing import Any
 from megavlm.config.algorithm import PolicyOptimization, replays_routing
 from megavlm.config.schema import Config
 from megavlm.families import family
+from megavlm.inference.server_args import FP8_BLOCK
 from megavlm.models.common.layout_rules import check_model_layout
 
 Values = dict[str, Any]  # values of a config.json
@@ -81,6 +82,8 @@ def check_sizes(config: Config, values: Values, folder: Path) -> None:
             f"num_attention_heads={heads}: set rollout.tensor_parallel to a number that does"
         )
     _check_adapters(config, architecture)
+    if config.rollout.quantization is not None:
+        _check_blocks(config, architecture)
     if replays_routing(config.algorithm) and "num_moe_experts" not in architecture:
         raise ValueError(
             "algorithm.routing_replay=true replays the experts of tokens, but the model in "
@@ -133,6 +136,50 @@ def _check_adapters(config: Config, architecture: Values) -> None:
             "because SGLang adapts a layer's experts together with its shared expert: add "
             "language.experts, or set rollout.lora=merged"
         )
+
+
+def _check_blocks(config: Config, architecture: Values) -> None:
+    """Raise ValueError if a rank of the trainer or of a server would have a part of a block of
+    quantised weights.
+    """
+    parallel, rollout = config.parallel, config.rollout
+    tensor = {
+        "parallel.tensor": parallel.tensor,
+        "rollout.tensor_parallel": rollout.tensor_parallel,
+    }
+    served = max(1, rollout.tensor_parallel // int(rollout.server_args.get("ep_size", 1)))
+    expert_tensor = {
+        "parallel.expert_tensor": parallel.expert_tensor,
+        "rollout.tensor_parallel / ep_size": served,
+    }
+    dim, groups = architecture["kv_channels"], architecture["num_query_groups"]
+    gated = 2 if architecture.get("attention_output_gate") else 1
+    rows = (architecture["num_attention_heads"] * gated + 2 * groups) * dim
+    # Key-value heads that server ranks share are whole. The trainer's ranks cut the rows of all
+    # groups together.
+    sizes = {
+        "head_dim": (dim, {}),
+        "rows of queries, keys and values": (rows, {"parallel.tensor": parallel.tensor}),
+    }
+    if not all(architecture.get("moe_layer_freq", [0])):
+        sizes["intermediate_size"] = architecture["ffn_hidden_size"], tensor
+    if "num_moe_experts" in architecture:
+        sizes["moe_intermediate_size"] = architecture["moe_ffn_hidden_size"], expert_tensor
+    if shared := architecture.get("moe_shared_expert_intermediate_size"):
+        sizes["shared_expert_intermediate_size"] = shared, tensor
+    for name in ("linear_key_head_dim", "linear_value_head_dim"):
+        if name in architecture:
+            sizes[name] = architecture[name], {}
+    for name, (size, axes) in sizes.items():
+        for key, ranks in (axes or {"": 1}).items():
+            if size % (FP8_BLOCK * ranks):
+                over = f" over {key}={ranks}" if key else ""
+                raise ValueError(
+                    f"rollout.quantization=fp8 has a scale for {FP8_BLOCK} x {FP8_BLOCK} weights, "
+                    f"but the model's {name}={size}{over} is {size / ranks:g}, no multiple of "
+                    f"{FP8_BLOCK}: {f'lower {key}, or' if key else 'take another model, or'} set "
+                    "rollout.quantization=null"
+                )
 
 
 def _incomplete(folder: Path, name: str) -> ValueError:

@@ -69,7 +69,7 @@ class DistributedTransport(PortionTransport):
             meet(self._groups[name], device)
         group = self._groups[name]
         streams = {i: x for i, x in enumerate(schedule.streams) if x.sender == rank}
-        packer = Packer(sending.shards)
+        packer = Packer(sending.shards, sending.settings.dtype)
         buffers = {
             index: torch.empty(2, stream.room, dtype=torch.uint8, device=device)
             for index, stream in streams.items()

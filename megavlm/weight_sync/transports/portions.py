@@ -34,6 +34,7 @@ from megavlm.inference.server_support.megavlm_weights import (
 )
 from megavlm.models.common.loading import EMBEDDING, HEAD
 from megavlm.parallel import platform
+from megavlm.weight_sync import block_fp8
 from megavlm.weight_sync.gather import LocalShard
 from megavlm.weight_sync.schedule import Piece, Server, SyncSchedule, make_schedule
 from megavlm.weight_sync.server_api import Servers
@@ -384,10 +385,12 @@ class PortionTransport:
 class Packer:
     """Packs portions of this rank's shards. A shard that several streams need in a round is made
     once, because a merged adapter is computed for it.
+
+    dtype: The dtype that shards are quantised from.
     """
 
-    def __init__(self, shards: Mapping[int, LocalShard]) -> None:
-        self._shards = shards
+    def __init__(self, shards: Mapping[int, LocalShard], dtype: torch.dtype) -> None:
+        self._shards, self._dtype = shards, dtype
         self._made: dict[int, Tensor] = {}
         self.sums: dict[int, list[Tensor]] = defaultdict(list)
 
@@ -400,8 +403,13 @@ class Packer:
             for piece in portion:
                 if piece.entry not in self._made:
                     self._made[piece.entry] = self._shards[piece.entry]()
-                shard = self._made[piece.entry]
-                parts.append(shard.narrow(piece.dim, piece.source, piece.length))
+                part = self._made[piece.entry].narrow(
+                    piece.dim, piece.source, piece.length * piece.stride
+                )
+                if piece.form != "plain":
+                    quantise = block_fp8.values if piece.form == "values" else block_fp8.scales
+                    part = quantise(part.to(self._dtype))
+                parts.append(part)
             pack(parts, buffer, [piece.dtype for piece in portion])
             compared = sum(piece.nbytes for piece in portion if not piece.whole)
             self.sums[stream].append(checksum(buffer[:compared]))

@@ -52,7 +52,7 @@ class TensorTransport(PortionTransport):
             for index, stream in enumerate(schedule.streams)
             if rank in (stream.holder, stream.sender)
         }
-        packer = Packer(sending.shards)
+        packer = Packer(sending.shards, sending.settings.dtype)
         store = self._store("waits", rendezvous)
         fault: Fault | None = None
         with ExitStack() as files:

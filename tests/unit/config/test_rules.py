@@ -306,7 +306,43 @@ BROKEN = {
         "optimizer.tower_lr=1e-6",
     ): "optimizer.tower_lr=1e-06 is for a part that is trained, but model",
     ("optimizer.merger_lr=1e-6", "model.freeze_tower=false"): "optimizer.merger_lr=1e-06 is for a",
-    ("rollout.server_args.quantization=fp8",): "refused, because SGLang cannot load the weights",
+    (
+        "rollout.server_args.quantization=fp8",
+    ): "rollout.server_args.quantization is set by megavlm: use rollout.quantization",
+    (
+        "rollout.server_args.torchao_config=int8wo",
+    ): "refused, because SGLang cannot load the weights",
+    (
+        "rollout.quantization=fp8",
+        "model.dtype=float32",
+    ): "rollout.quantization=fp8 quantises weights in bfloat16, the only form in",
+    (
+        "rollout.quantization=fp8",
+        "model.dtype=bfloat16",
+        "algorithm.importance=none",
+    ): "rollout.quantization=fp8 samples from rounded weights, for which algorit",
+    (
+        "rollout.quantization=fp8",
+        "model.dtype=bfloat16",
+        "rollout.sync=disk",
+    ): "rollout.quantization=fp8 needs megavlm's weight loader, but rollout.sync",
+    (
+        "rollout.quantization=fp8",
+        "rollout.lora=adapter",
+        "lora.rank=8",
+    ): "rollout.quantization=fp8 does not go with rollout.lora=adapter",
+    (
+        "rollout.quantization=fp8",
+        "rollout.server_args.load_format=auto",
+    ): "rollout.server_args.load_format is set by megavlm with rollout.quantizat",
+    (
+        "rollout.quantization=fp8",
+        "rollout.server_args.speculative_algorithm=NEXTN",
+    ): "updates have none for a draft model, but rollout.server_args.speculative_algorithm=NEXTN",
+    (
+        "rollout.quantization=fp8",
+        "rollout.server_args.moe_runner_backend=cutlass",
+    ): "SGLang's Triton kernel stores them, but rollout.server_args.moe_runner_b",
     ("rollout.server_args.trust-remote-code=true",): "refused, because it runs code",
     (
         "rollout.server_args.speculative-accept-threshold-acc=0.9",
@@ -332,6 +368,13 @@ BROKEN = {
 }
 
 KEPT = [
+    ("rollout.quantization=fp8", "model.dtype=bfloat16"),
+    (
+        "rollout.quantization=fp8",
+        "model.dtype=bfloat16",
+        "algorithm.importance=none",
+        "algorithm.old_logprobs=rollout",
+    ),
     ("parallel.sequence=true", "parallel.tensor=2"),
     ("parallel.pipeline=2", "parallel.virtual=2", "parallel.first_stage_layers=1"),
     ("parallel.pipeline=2", "parallel.expert=2", "parallel.data=2"),

@@ -47,6 +47,28 @@ def test_ports_logs_and_cores_differ(write_recipe: Any, tmp_path: Path) -> None:
     assert alone.log_path.name == "rollout_server.log"
 
 
+@pytest.mark.parametrize("needs_refit", [True, False])
+def test_only_servers_that_get_weights_start_without_them(
+    write_recipe: Any, monkeypatch: pytest.MonkeyPatch, needs_refit: bool
+) -> None:
+    """Quantised ones; a server of an evaluation would answer with random weights."""
+
+    class Made(Exception):
+        pass
+
+    def make(options: ServerOptions, **_: Any) -> None:
+        raise Made(options.server_args)
+
+    monkeypatch.setattr("megavlm.inference.connect.ManagedServer", make)
+    config = load(write_recipe(rollout={"quantization": "fp8"}, model={"dtype": "bfloat16"}))
+    progress = Progress(is_quiet=True)
+    with pytest.raises(Made) as made, connect(config, "m", progress, needs_refit=needs_refit):
+        pass
+    (arguments,) = made.value.args
+    quantised = {"load_format", "json_model_override_args"}
+    assert arguments.keys() & quantised == (quantised if needs_refit else set())
+
+
 @pytest.mark.parametrize("colocate", [False, True])
 def test_servers_on_shared_gpus_are_waited_for(
     write_recipe: Any, monkeypatch: pytest.MonkeyPatch, colocate: bool

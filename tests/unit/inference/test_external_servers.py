@@ -60,6 +60,12 @@ ENVIRONMENT = "internal_states"
         ({}, EXPERTS, "start it with python -m megavlm.slurm.servers, or set rollout.lora=merged"),
         ({"custom_weight_loader": ["megavlm_weights.receive"]}, EXPERTS, None),
         ({"version": "0.6.0rc1"}, Requirements(), None),
+        (
+            {"load_format": "dummy"},
+            Requirements(),
+            "was started without weights, as servers of rol",
+        ),
+        ({"load_format": "dummy"}, ONE_MACHINE, None),
         ({"nnodes": 2, "device": "cuda"}, ONE_MACHINE, r"on 2 nodes, but rollout\.sync=tensor"),
         ({"nnodes": 2, "device": "cuda"}, Requirements(), None),
         ({"nnodes": 2, "device": "cpu"}, ONE_MACHINE, None),

@@ -262,3 +262,55 @@ def test_sizes_are_those_of_a_family_s_own_architecture(family: str) -> None:
 def test_sizes_are_those_of_a_released_model_s_architecture(release: str, tmp_path: Path) -> None:
     config = released_config(release, tmp_path)
     assert language_sizes(RELEASES[release], Path("model")) == family_sizes(config)
+
+
+FP8 = ["rollout.quantization=fp8", "model.dtype=bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("release", "overrides", "message"),
+    [
+        ("Qwen2.5-VL-7B", ["rollout.tensor_parallel=4", "parallel.tensor=4"], None),
+        ("Qwen2.5-VL-32B", ["rollout.tensor_parallel=8", "parallel.tensor=8"], None),
+        ("Qwen3-VL-30B-A3B", ["rollout.tensor_parallel=2", "parallel.expert=8"], None),
+        (
+            "Qwen3-VL-30B-A3B",
+            ["rollout.tensor_parallel=4", "rollout.server_args.ep_size=4"],
+            None,
+        ),
+        (
+            "Qwen2.5-VL-32B",
+            ["rollout.tensor_parallel=5"],
+            "model's intermediate_size=27648 over rollout.tensor_parallel=5 is 5529.6, no multiple "
+            "of 128: lower rollout.tensor_parallel, or set rollout.quantization=null",
+        ),
+        (
+            "Qwen3-VL-30B-A3B",
+            ["parallel.tensor=16", "parallel.sequence=true"],
+            "rows of queries, keys and values=5120 over parallel.tensor=16 is 320, no multiple of",
+        ),
+        (
+            "Qwen3-VL-30B-A3B",
+            ["rollout.tensor_parallel=4"],
+            "moe_intermediate_size=768 over rollout.tensor_parallel / ep_size=4 is 192, no",
+        ),
+        (
+            "Qwen3-VL-30B-A3B",
+            ["parallel.expert_tensor=4"],
+            "moe_intermediate_size=768 over parallel.expert_tensor=4 is 192, no multiple of 128",
+        ),
+    ],
+)
+def test_blocks_of_quantised_weights_are_on_one_rank(
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+    release: str,
+    overrides: list[str],
+    message: str | None,
+) -> None:
+    write_model_folder(tmp_path / "release", **RELEASES[release])
+    given = [f"model.folder={tmp_path / 'release'}", *FP8, *overrides]
+    if message is None:
+        check_model(write_recipe(), *given)
+    else:
+        assert message in refused(write_recipe(), *given, by=check_model)
