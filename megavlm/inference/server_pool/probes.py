@@ -40,8 +40,8 @@ class Probes:
         it takes videos.
 
         /health needs no key, /server_info does. resume: If true, an external server that was left
-        paused is resumed first. Raises Refused if an external server's version of SGLang is too
-        old, or if it does not meet its requirements.
+        paused is resumed first. Raises Refused if the version of SGLang is too old, or if an
+        external server does not meet its requirements.
         """
         if handle.server is not None and not handle.server.listens:
             raise Unreachable(f"no process of the server listens at {handle.url}")
@@ -49,10 +49,10 @@ class Probes:
             await self._resume(handle)
         await self._get(handle, "/health", SLOW)
         info = await self._info(handle, "/server_info", SLOW)
-        if handle.server is not None:
-            return handle.tensor_parallel, handle.device, True
         try:
             check_version(info)
+            if handle.server is not None:
+                return handle.tensor_parallel, handle.device, True
             return handle.required.read(info)
         except ValueError as error:
             raise Refused(f"{handle.url} {error}") from error
