@@ -67,7 +67,7 @@ test: setup ## run the tests of every unit, layout and family, and a whole run (
 test-slow: setup ## run the tests that `make test` leaves out
 	$(PYTEST) -m slow $(TESTS)
 
-test-all: test test-slow ## run the whole test suite (about 35 minutes)
+test-all: test test-slow ## run the whole test suite (about 45 minutes)
 
 # What the models on a GPU are made of; not what no GPU takes part in.
 GPU_PATH_TESTS := $(wildcard tests/gpu_path/*cases.py) tests/parity/test_parity.py tests/parity/test_tree_packs.py \
