@@ -76,7 +76,7 @@ STAGES: Mapping[str, Stage] = {
         limit=355,
     ),
     "b": Stage((MACHINE, (Part("serving", limit=420),)), limit=480),
-    "c": Stage(((Part("grpo", limit=400),), (Part("grpo", ("fp8",), limit=170),)), limit=590),
+    "c": Stage(((Part("grpo", limit=400),), (Part("grpo", ("fp8",), limit=170),)), limit=480),
     "d": Stage((MACHINE, (Part("updates"), *parity("engine")), *FIGURES), limit=355),
 }
 
