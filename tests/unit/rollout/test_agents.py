@@ -64,8 +64,13 @@ def agent(name: str) -> dict[str, Any]:
 
 
 def test_an_agents_calls_are_the_turns_of_an_episode(processor: Processor) -> None:
-    policy = Scripted(processor, "4", "4", "3", "3")
-    group = play(processor, policy, agent("looks_twice"), n=2)
+    class ByTurn(Scripted):
+        async def ask(self, prompt: Any, most: int | None = None) -> Response:
+            is_first = prompt.token_ids.equal(processor.prompt(ROW).token_ids)
+            self.texts.append("4" if is_first else "3")
+            return await super().ask(prompt)
+
+    group = play(processor, ByTurn(processor), agent("looks_twice"), n=2)
     for episode in group.episodes:
         assert episode.texts == ["4", "3"] and episode.rewards == [0.0, 1.0]
         assert episode.score.correct and episode.has_ended and episode.environment is None
