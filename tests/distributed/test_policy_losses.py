@@ -230,7 +230,7 @@ def one_pack(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("layout", "pack_tokens"),
-    [("CP2xDP2", 99), *slow(("one rank", 99), ("CP2", 300), ("DP2", 99))],
+    [("CP2", 300), *slow(("one rank", 99), ("CP2xDP2", 99), ("DP2", 99))],
 )
 def test_a_batch_may_be_cut_in_any_way(
     folder: Path, one_pack: dict[str, Any], layout: str, pack_tokens: int

@@ -98,6 +98,7 @@ def load_files(served: Served, folder: Path) -> list[dict[str, str]]:
     return sums(served)
 
 
+@pytest.mark.slow
 def test_a_quantised_server_does_not_scale_its_cache() -> None:
     """Whatever a start without weights, or released memory, leaves in the scales."""
     program = """

@@ -36,10 +36,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 USER = Path(__file__).parents[1] / "unit" / "rollout" / "user"
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["qwen2_5_vl", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_5", "qwen3_vl"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen3_vl"])
 def test_the_trainers_logprobs_are_those_of_the_agents_calls_and_of_a_teacher(
     servers: Callable[[str], Served], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,13 +194,13 @@ def test_a_request_to_stop_outside_of_a_step_ends_every_process(write_recipe: Wr
         assert (process.returncode, stderr) == (ExitCode.STOPPED, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "seconds"),
     [
         (signal.SIGUSR1, "0"),
-        pytest.param(signal.SIGHUP, "0", marks=pytest.mark.slow),
-        # torchrun kills its ranks after 30 seconds
-        pytest.param(signal.SIGTERM, "40", marks=pytest.mark.slow),
+        (signal.SIGHUP, "0"),
+        (signal.SIGTERM, "40"),  # torchrun kills its ranks after 30 seconds
     ],
 )
 def test_a_step_is_finished_and_saved_however_long_it_takes(

@@ -101,6 +101,7 @@ def test_servers_get_weights_from_ranks_of_their_node(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_busy_experts_are_waited_for(tmp_path: Path) -> None:
     """Of a token's FLOPs nine tenths are in experts; groups of 16 send them over the network."""
     even = modelled(replace(MOE, overrides=["parallel.expert=1"]), tmp_path)
