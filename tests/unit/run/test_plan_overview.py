@@ -57,16 +57,16 @@ def test_what_would_make_a_recipe_fit_is_named_and_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "model", "gpus", "memory"),
+    ("recipe", "model", "layers", "gpus", "memory"),
     [
-        ("qwen2_5_vl_3b_geo3k", "Qwen2.5-VL-3B", 2, 80),
-        *slow(("qwen3_vl_30b_a3b_geo3k_nodes", "Qwen3-VL-30B-A3B", 4, 288)),
+        ("qwen2_5_vl_3b_geo3k", "Qwen2.5-VL-3B", 36, 2, 80),
+        *slow(("qwen3_vl_30b_a3b_geo3k_nodes", "Qwen3-VL-30B-A3B", 8, 4, 80)),
     ],
 )
 def test_a_search_finds_layouts_that_fit(
-    recipe: str, model: str, gpus: int, memory: int, tmp_path: Path
+    recipe: str, model: str, layers: int, gpus: int, memory: int, tmp_path: Path
 ) -> None:
-    released_config(model, tmp_path)
+    released_config(model, tmp_path, num_hidden_layers=layers)
     urls = ["rollout.urls=['http://node:30000']"] if "nodes" in recipe else []
     given = (recipe, *urls, "--gpus", str(gpus), "--memory", str(memory))
     text = plan(tmp_path, *given, "--search")
