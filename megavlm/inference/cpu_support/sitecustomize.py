@@ -9,7 +9,8 @@ a CPU; the other seven save time:
    torchvision does not import torch for it.
 2. `sgl_kernel` must be importable: this directory contains a stand-in for it.
 3. SGLang's LoRA code asks for pinned memory, but that needs a GPU build of torch: it gets pageable
-   memory.
+   memory. It also ends a server whose requests with one adapter on experts have more than 256
+   tokens together, because it asserts the length of a launch that only GPUs need.
 4. Two kernels of Qwen3.5, and the kernels of adapters on experts and of block FP8, exist only for
    GPUs: they are replaced by PyTorch operations.
 5. Vision towers attend image by image (segment_attention.py), not over all images of a batch.
@@ -122,6 +123,18 @@ def _allocate_on_the_host(module: Any) -> None:
     module.ALLOC_MEMORY_FUNCS = {"cpu": lambda dims, dtype, **_: torch.zeros(dims, dtype=dtype)}
 
 
+def _cover_merged_requests(module: Any) -> None:
+    """Let requests with one adapter have any number of tokens together. SGLang's backend for CPUs
+    merges them to one segment, but SGLang asserts that segments are no longer than a request.
+    """
+    compute = module._compute_moe_lora_info
+
+    def compute_for_all(num_tokens: int, *inputs: Any, max_len: int, **options: Any) -> Any:
+        return compute(num_tokens, *inputs, max_len=max(max_len, num_tokens), **options)
+
+    module._compute_moe_lora_info = compute_for_all
+
+
 def _sleep_in_pause(module: Any) -> None:
     """Make a paused scheduler sleep until a request comes. SGLang 0.5.23 polls without a break."""
     own = module.Scheduler.process_input_requests
@@ -145,6 +158,7 @@ REPLACEMENTS = {
     "sglang.srt.layers.attention.hybrid_linear_attn_backend": _install(
         "speculation", "keep_accepted_states"
     ),
+    "sglang.srt.lora.backend.base_backend": _cover_merged_requests,
     "sglang.srt.lora.layers": _install("expert_adapters"),
     "sglang.srt.layers.quantization.fp8": _install("dequantisation"),
     "sglang.kernels.ops.attention.fla.layernorm_gated": _gate_norm,

@@ -132,6 +132,19 @@ print(sample.__module__, sample(torch.eye(3), None, torch.arange(3)).tolist())
     assert run(program, SGLANG_USE_CPU_ENGINE="1") == "cumulative_sampling [0, 1, 2]\n"
 
 
+@pytest.mark.slow
+@pytest.mark.sglang
+def test_merged_requests_with_an_adapter_on_experts_may_have_many_tokens() -> None:
+    program = """
+import torch
+from sglang.srt.lora.backend import base_backend
+ends, ranks, merged = torch.tensor([0, 268]), torch.tensor([0, 8]), torch.tensor([1])
+_, slots = base_backend._compute_moe_lora_info(268, ends, ranks, merged, None, None, max_len=134)
+print(slots.tolist() == [1] * 268)
+"""
+    assert run(program, SGLANG_USE_CPU_ENGINE="1") == "True\n"
+
+
 def test_drafts_change_nothing_in_what_is_sampled() -> None:
     """Accepted or not, the tokens follow the target's distribution, and a draft is accepted with
     its probability under it.
