@@ -73,8 +73,8 @@ def is_of_lost_node(error: RuntimeError) -> bool:
 
 
 def end_with_lost_node(config: Config) -> NoReturn:
-    """End this rank, which has lost the connection to a rank of another node: with the exit code
-    that a rank there has reported, or else TRANSIENT.
+    """End this rank, which has lost the connection to a rank of another node. Its exit code is the
+    one that a rank there has reported, or TRANSIENT.
     """
     codes: list[int] = []
 

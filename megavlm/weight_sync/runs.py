@@ -48,10 +48,10 @@ class Run:
 class Slice:
     """A parameter of a server's rank, or the tensor of one expert in it, and its runs.
 
-    name, shape: Of the parameter. row: Row of a stack of experts; None for other parameters. dim:
-    The dim of the runs, in the shard and in the parameter (or in its row). whole: True for a tensor
-    of HF that the model's own loader must take. Zeros that pad the parameter are in no run, because
-    the server has them already.
+    name, shape: Name and shape of the parameter. row: Row of a stack of experts; None for other
+    parameters. dim: The dim of the runs, in the shard and in the parameter (or in its row). whole:
+    True for a tensor of HF that the model's own loader must take. Zeros that pad the parameter are
+    in no run, because the server has them already.
     """
 
     name: str
@@ -141,8 +141,10 @@ class Slices:
 
 
 def _runs(numbers: Sequence[int], places: Sequence[tuple[int, int, int]]) -> Iterator[Run]:
-    """Yield the runs of a parameter's rows. numbers: Of its rows; 0 for padding. places: Part,
-    shard and row in the shard, by number.
+    """Yield the runs of a parameter's rows.
+
+    numbers: Numbers of the rows; 0 for padding. places: Part, shard and row in the shard of each
+    number.
     """
     start = 0
     for end in range(1, len(numbers) + 1):

@@ -21,16 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig
 
 from tests.support.timeouts import scaled
 
 GRACE = 5.0  # seconds
 PACKAGES = sysconfig.get_path("purelib")
-
-# transformers formats each configuration that it loads for a line of its log, shown or not, and
-# makes another one to compare with: nine tenths of the time of a load.
-PreTrainedConfig.__repr__ = object.__repr__  # type: ignore[method-assign]
 
 
 def launch(

@@ -58,7 +58,7 @@ def draft_steps(factory: Any) -> Any:
 
 
 def chains(forward_batch: Any, drafts: int) -> Any:
-    """Return a batch as attention over the cache takes it: with the tokens of its drafts."""
+    """Return a batch whose lengths include its drafts, as attention over the cache needs it."""
     if not drafts and not forward_batch.forward_mode.is_target_verify():
         return forward_batch
     batch = copy.copy(forward_batch)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -160,7 +161,7 @@ async def begun(made: EnvironmentPool, kind: str = "") -> tuple[Any, list[psutil
 
 
 @pytest.mark.parametrize("kind", ["", pytest.param("stubborn", marks=pytest.mark.slow)])
-def test_no_server_outlives_its_episode(kind: str) -> None:
+def test_no_server_outlives_its_episode(kind: str, tmp_path: Path) -> None:
     """One after the other: closed, given up during a call, and open when the pool is closed."""
 
     async def work() -> None:
@@ -169,8 +170,11 @@ def test_no_server_outlives_its_episode(kind: str) -> None:
             session.close()
             await gone(found)
             session, found = await begun(made, kind)
-            step = asyncio.create_task(session.step(call("slow", seconds=600)))
-            await asyncio.sleep(0.5)
+            calling = call("slow", seconds=600, begun=str(tmp_path / "begun"))
+            step = asyncio.create_task(session.step(calling))
+            while not (tmp_path / "begun").exists():
+                assert not step.done()
+                await asyncio.sleep(0.02)
             step.cancel()
             session.close()
             await gone(found)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from io import BytesIO
+from pathlib import Path
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Context, Image
@@ -38,8 +39,10 @@ def fail(reason: str) -> str:
 
 
 @server.tool()
-async def slow(seconds: float) -> str:
-    """Wait."""
+async def slow(seconds: float, begun: str = "") -> str:
+    """Wait. Before that, make the file `begun`."""
+    if begun:
+        Path(begun).touch()
     await asyncio.sleep(seconds)
     return "done"
 
