@@ -145,6 +145,11 @@ class PolicyOptimization(Section):
         """Number of steps in which the policy is trained; its learning-rate schedule spans them."""
         return self.steps
 
+    @property
+    def has_reference(self) -> bool:
+        """True if training compares with the reference model."""
+        return self.kl_coefficient > 0
+
     def check(self) -> None:
         if self.prompts_per_step % self.minibatches:
             raise ValueError(
@@ -324,6 +329,11 @@ class DataTraining(Section):
         """Number of steps in which the model is trained."""
         return self.steps
 
+    @property
+    def has_reference(self) -> bool:
+        """True if training compares with the reference model."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFT(DataTraining):
@@ -364,6 +374,10 @@ class DPO(DataTraining):
     """Coefficient of the negative log-likelihood per token of the chosen response in the loss
     (arXiv 2404.19733). Without it both responses of a pair may become less likely, in favour of
     others that the data has no pair of."""
+
+    @property
+    def has_reference(self) -> bool:
+        return not self.reference_free
 
     def check(self) -> None:
         if self.label_smoothing and self.loss_type in ("hinge", "ipo"):

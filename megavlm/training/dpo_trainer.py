@@ -43,8 +43,8 @@ class PreferenceTrainer(BaseTrainer):
 
     def setup(self) -> None:
         # The reference is the weights that a run starts from, not those that it resumes from.
-        is_free = self.settings.reference_free
-        self.reference = None if is_free else reference(self.train_state.model)
+        model = self.train_state.model
+        self.reference = reference(model) if self.settings.has_reference else None
         super().setup()
 
     def train_step(self) -> None:

@@ -47,7 +47,7 @@ class PolicyTrainer(BaseTrainer):
     def setup(self) -> None:
         train_state, driver = self.train_state, self.driver
         # The reference is the weights that a run starts from, not those that it resumes from.
-        self.reference = reference(train_state.model) if self.settings.kl_coefficient else None
+        self.reference = reference(train_state.model) if self.settings.has_reference else None
         super().setup()
         self.state = train_state.algorithm_state
         start_kl(self.settings, self.state)
@@ -155,10 +155,10 @@ class PolicyTrainer(BaseTrainer):
         reference: its log-probs are then the old ones, and the KL in the reward is zero.
         Collective.
         """
-        reference, has_moved = self.reference, self.train_state.updater.has_moved
-        self.is_reference = reference is not None and reference.is_policy and not has_moved
-        if reference is not None and not self.is_reference:
-            with reference.in_place():
+        has_moved = self.train_state.updater.has_moved
+        self.is_reference = self.reference is not None and not has_moved
+        if self.reference is not None and has_moved:
+            with self.reference.in_place():
                 self.add_logprobs("reference_logprobs", batch, features, first=0, replays=False)
 
     def add_old_logprobs(self, batch: RankBatch, features: VisionFeatures) -> None:

@@ -1,6 +1,4 @@
-"""The reference policy: the weights that the run started from, or the model without its trained
-LoRA adapters. It is swapped in for a forward pass.
-"""
+"""The reference policy: the model that a run starts from. It is swapped in for a forward pass."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,8 +14,6 @@ class ReferenceWeights:
     """A copy of the trainable parameters in host memory, with space for the policy's parameters
     while the reference is swapped in. Frozen parameters are shared with the policy.
     """
-
-    is_policy = True  # until the first update
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         trained = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
@@ -38,17 +34,12 @@ class ReferenceWeights:
 
 
 class WithoutAdapters:
-    """The model with its adapters disabled. It needs no second copy of the weights.
-
-    is_policy: True if the adapters are new: until the first update they change nothing.
+    """The model with its adapters disabled, for a run whose adapters started as new ones, which
+    change nothing. It needs no second copy of the weights.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        """Find out whether the adapters have been trained. Collective."""
         self._chunks = chunks
-        found = [adapter for chunk in chunks for _, adapter in adapters(chunk)]
-        learnt = any(bool(b.any()) for adapter in found for _, _, b in adapter.pairs())
-        self.is_policy = not any_rank(learnt)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -59,6 +50,11 @@ class WithoutAdapters:
 
 
 def reference(chunks: Sequence[nn.Module]) -> ReferenceWeights | WithoutAdapters:
-    """Return the reference of a model; call it before the first update. Collective."""
-    has_adapters = any_rank(any(True for chunk in chunks for _ in adapters(chunk)))
-    return WithoutAdapters(chunks) if has_adapters else ReferenceWeights(chunks)
+    """Return the reference of a model; call it before the first update and before a resume.
+    Collective.
+    """
+    found = [adapter for chunk in chunks for _, adapter in adapters(chunk)]
+    trained = any(bool(b.any()) for adapter in found for _, _, b in adapter.pairs())
+    # Ranks must agree: a layer with disabled adapters leaves out their communication.
+    is_new = any_rank(bool(found)) and not any_rank(trained)
+    return WithoutAdapters(chunks) if is_new else ReferenceWeights(chunks)

@@ -23,7 +23,13 @@ from megavlm.observability.phases import Phases, seconds_outside_phases
 from megavlm.observability.progress import Progress
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.parallel.mesh import Mesh
-from megavlm.training.initial_model import adapter_settings, start_model, starting_step
+from megavlm.training.initial_model import (
+    adapter_settings,
+    check_same_start,
+    checkpoint_identity,
+    start_model,
+    starting_step,
+)
 from megavlm.training.optimizer import Updater, build_updater
 
 POLICY_CHECKPOINTS = "checkpoints"  # folder in the run directory
@@ -37,6 +43,8 @@ class TrainState:
 
     initial_step: Checkpoint step that the weights start from; None for an HF folder.
 
+    start: The identity of that step. It may be deleted while the run goes on.
+
     algorithm_state: The trainer's own values in a checkpoint, equal on all ranks.
 
     evaluated_step: Last step whose weights were evaluated; only the driver's value counts.
@@ -47,6 +55,7 @@ class TrainState:
     hf_config: Any
     entries: Sequence[Entry]
     initial_step: Path | None
+    start: dict[str, str] | None
     model: list[VisionLanguageModel]
     updater: Updater
     saver: Saver
@@ -96,6 +105,7 @@ class TrainState:
             hf_config=hf_config,
             entries=entries,
             initial_step=initial_step,
+            start=checkpoint_identity(initial_step),
             model=model,
             updater=updater,
             saver=saver,
@@ -137,6 +147,8 @@ class TrainState:
                 scheduler=self.updater.scheduler,
                 model_type=self.hf_config.model_type,
             )
+        if self.config.algorithm.has_reference and "start" in extra:  # older ones lack it
+            check_same_start(self.start, extra["start"])
         if self.config.lora.rank:
             check_alpha(locate_step(self.folder, step), self.config.lora.alpha)
         self.step = extra["step"]
@@ -163,6 +175,7 @@ class TrainState:
                     "step": self.step,
                     "driver": driver_state,
                     "algorithm": self.algorithm_state,
+                    "start": self.start,
                     "evaluated_step": self.evaluated_step,
                 },
                 scores=scores,

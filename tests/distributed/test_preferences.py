@@ -243,6 +243,41 @@ def test_a_resumed_run_compares_with_the_start_of_the_first(tmp_path: Path) -> N
     assert results == [(STEPS // 2, PAIRS)]
 
 
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen2_5_vl", "TP2+SP"),
+        *slow(("qwen2_5_vl", "PP2"), ("qwen3_vl_moe", "EP2 over TP2+SP")),
+    ],
+)
+def test_adapters_that_a_run_starts_from_are_in_its_reference(
+    tmp_path: Path, family: str, layout: str
+) -> None:
+    """At a resume too: there they are those of the first start, and no others that the checkpoint
+    folder holds by then.
+    """
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir(), after.mkdir()
+    ranks, lora = LAYOUTS[layout].world_size, {"rank": 4, "alpha": 8.0}
+    first = recipe(before, family, "one rank", lora=lora, model=FROZEN)
+    history(first, 1, steps=1)
+    start = before / "checkpoints" / "step_00000001"
+    model = FROZEN | {"checkpoint": str(start.parent)}
+    whole, _ = history(recipe(after, family, layout, lora=lora, model=model), ranks)
+    assert whole[0][0] == pytest.approx(np.log(2), abs=1e-6)
+    assert abs(whole[1][0] - np.log(2)) > 1e-3, "the second step has moved away"
+
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    path = recipe(parts, family, layout, lora=lora, model=model)
+    history(path, ranks, steps=2)
+    history(first, 1, steps=2)  # the folder that the run started from has a later step now
+    with pytest.raises(RuntimeError, match=f"but the run started from {start}"):
+        history(path, ranks)
+    path = recipe(parts, family, layout, lora=lora, model=model | {"checkpoint": str(start)})
+    np.testing.assert_allclose(history(path, ranks)[0], whole, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("layout", ["TP2+SP", *slow("PP2")])
 def test_the_reference_of_adapters_is_the_model_without_them(tmp_path: Path, layout: str) -> None:
     """New adapters change nothing; the second step compares trained ones with none."""

@@ -1,5 +1,5 @@
-"""LoRA: a frozen model with small trained adapters. With its adapters disabled, it is the reference
-model.
+"""LoRA: a frozen model with small trained adapters. With its adapters disabled, it is the model
+that they were added to.
 
 Add adapters after the model's weights are loaded and before its gradient buffers are allocated.
 """

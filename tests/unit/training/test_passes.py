@@ -12,7 +12,7 @@ from megavlm.training.policy_trainer import PolicyTrainer
 BATCH: Any = SimpleNamespace(minibatches=[["a"], ["b"]])
 
 
-def passes(*, moved: bool, is_policy: bool = True, **settings: Any) -> list[str]:
+def passes(*, moved: bool, **settings: Any) -> list[str]:
     """The names of log-probs and the packs they are computed for; `*`: by the reference."""
     made: list[str] = []
     place = [""]
@@ -32,7 +32,7 @@ def passes(*, moved: bool, is_policy: bool = True, **settings: Any) -> list[str]
     trainer.settings = GRPO(**{"kl_coefficient": 0.1, "minibatches": 2, **settings})
     trainer.train_state = SimpleNamespace(updater=SimpleNamespace(has_moved=moved))
     wanted = trainer.settings.kl_coefficient
-    reference = SimpleNamespace(is_policy=is_policy, in_place=in_place)
+    reference = SimpleNamespace(in_place=in_place)
     trainer.reference = reference if wanted else None
     trainer.add_logprobs = add
     trainer.add_reference_logprobs(BATCH, {})
@@ -49,11 +49,9 @@ REWARD = {"kl_in": "reward", "kl_estimator": "k1"}
         ({"moved": True}, ["reference*: ab", "old: b"]),
         ({"moved": False}, ["old: b"]),
         ({"moved": False, "old_logprobs": "rollout"}, ["reference: b"]),
-        ({"moved": False, "is_policy": False}, ["reference*: ab", "old: b"]),
         ({"moved": False, "kl_coefficient": 0.0}, ["old: b"]),
         ({"moved": True, **REWARD}, ["reference*: ab", "old: ab"]),
         ({"moved": False, **REWARD}, ["old: b"]),
-        ({"moved": False, "is_policy": False, **REWARD}, ["reference*: ab", "old: ab"]),
     ],
 )
 def test_the_reference_is_computed_once_the_policy_has_left_it(
