@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megavlm.data.image_sources import IGNORED
+
 IMAGE_PLACEHOLDER = "<image>"
 VIDEO_PLACEHOLDER = "<video>"
 
@@ -32,8 +34,6 @@ _KINDS = {
 _SOURCES = ("bytes", "url", "path", "base64")
 _IMAGE_KEYS = ("image", "image_url", *_SOURCES)
 _VIDEO_KEYS = ("video", "video_url", *_SOURCES)
-# Hints to OpenAI's servers and caches. They do not change what the model sees.
-_IGNORED = ("detail", "cache_control", "annotations")
 # Keys that say whether the message is trained on: OpenAI's name, then ms-swift's.
 _TRAINED_KEYS = ("weight", "loss", "loss_scale")
 
@@ -128,16 +128,7 @@ class _Parts:
         if not found:
             self.num_bare["image"] += 1
             return IMAGE_PLACEHOLDER
-        item = _item(found, where)
-        if isinstance(item, Mapping):
-            item = _present(item)
-            if unknown := item.keys() - set(_SOURCES):
-                raise ValueError(
-                    f"{where} has an image with the key {min(unknown)!r}; it must be one of "
-                    f"{', '.join(_SOURCES)}"
-                )
-            item = item["url"] if item.keys() == {"url"} else item
-        self.images.append(item)
+        self.images.append(_item(found, where))
         return IMAGE_PLACEHOLDER
 
     def _video(self, given: dict[str, Any], where: str) -> str:
@@ -302,7 +293,7 @@ def _from_json(text: str, where: str) -> Any:
 
 def _present(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a part that have a value and are not ignored."""
-    return {k: v for k, v in part.items() if v is not None and k not in _IGNORED}
+    return {k: v for k, v in part.items() if v is not None and k not in IGNORED}
 
 
 def _item(found: Mapping[str, Any], where: str) -> Any:

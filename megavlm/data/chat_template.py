@@ -28,6 +28,7 @@ _CONTENT_KEYS = (
     "audio",
     "refusal",
 )
+_THINK, _END_THINK = "<think>", "</think>"
 # Special tokens of Qwen2-VL and Qwen2.5-VL that a text may hold: answers mark objects and boxes
 # with them.
 _MARKUP = re.compile(r"<\|(object_ref|box|quad)_(start|end)\|>")
@@ -72,11 +73,12 @@ class ChatTemplate:
         # Tools are written into the text for a template that knows none.
         self._knows_tools = re.search(r"\btools\b", template) is not None
         self.call_form: Literal["json", "xml"] = "xml" if "<function=" in template else "json"
+        self._reads_thoughts = "reasoning_content" in template
         self._after_response = text_after_response(tokenizer, template)
         asked = tokenizer.apply_chat_template(
             list(_EXCHANGE[:1]), chat_template=template, add_generation_prompt=True, tokenize=False
         )
-        self.opens_thought: bool = asked.rstrip().endswith("<think>")
+        self.opens_thought: bool = asked.rstrip().endswith(_THINK)
         self._end: str = tokenizer.decode([end_id])
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         names = {str(tokenizer.convert_ids_to_tokens(i)) for i in special | set(control_ids)}
@@ -91,8 +93,8 @@ class ChatTemplate:
         """Return the text up to the start of the response.
 
         Raises ValueError that names the row if the prompt or the answer holds a control token, if
-        the template refuses the messages, or if it does not read the row's tools or the content
-        keys of a message.
+        the template refuses the messages, if it does not read the row's tools or the content keys
+        of a message, or if it leaves out the text of a message or writes a thought twice.
         """
         return self._prompt(row, self._messages(row, self.system_prompt))
 
@@ -121,8 +123,9 @@ class ChatTemplate:
         prompt = self._prompt(row, messages)
         response = row.response or Message("assistant", row.answer)
         self._check_keys(row, [response])
-        answer = _message(response, response.text, {})
-        text = self._render(row, [*messages, answer], begins_response=False)
+        messages = [*messages, self._message(row, response, response.text, {})]
+        text = self._render(row, messages, begins_response=False)
+        _check_shown(row, messages, text)
         if not text.startswith(prompt) or not text.endswith(self._after_response):
             begin = prompt.rpartition(self._end)[2]
             raise ValueError(
@@ -168,7 +171,9 @@ class ChatTemplate:
         self._check_text(row.answer, f"{row.source}: {answer}")
         if row.rejected is not None:
             self._check_text(row.rejected.text, f"{row.source}: {self._data.rejected_key!r}")
-        return self._render(row, messages)
+        text = self._render(row, messages)
+        _check_shown(row, messages, text)
+        return text
 
     def spelled_out(self, text: str) -> str:
         """Return a text in which control tokens are ordinary text: <|im_end|> as < |im_end|>."""
@@ -238,9 +243,28 @@ class ChatTemplate:
         # The next turn of an episode may consist of the results of tools alone.
         asked = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
         return [
-            _message(message, first * (i == asked) + message.text, marked)
+            self._message(row, message, first * (i == asked) + message.text, marked)
             for i, message in enumerate(messages)
         ]
+
+    def _message(
+        self, row: Row, message: Message, text: str, marked: Mapping[str, tuple[str, int]]
+    ) -> dict[str, object]:
+        """Return a message in the form that the template takes. A thought at the start of the
+        assistant's text becomes `reasoning_content` if the template reads that: some such templates
+        would write an empty thought before it.
+        """
+        keys = dict(message.keys)
+        if message.role == "assistant" and message.parts is None and self._reads_thoughts:
+            thought, rest = _thought_apart(text)
+            if keys.get("reasoning_content") and text.lstrip().startswith(_THINK):
+                raise ValueError(
+                    f"{row.source}: the assistant's message {text!r:.60} has its thought twice, in "
+                    "reasoning_content and in its text: leave one out"
+                )
+            if thought is not None and not keys.get("reasoning_content"):
+                keys["reasoning_content"], text = thought, rest
+        return {"role": message.role, "content": _content(message, text, marked), **keys}
 
 
 def text_after_response(tokenizer: Any, template: str) -> str:
@@ -259,17 +283,55 @@ def _with_system(row: Row, system_prompt: str | None) -> tuple[Message, ...]:
     return (Message("system", system_prompt), *messages)
 
 
-def _message(
+def _content(
     message: Message, text: str, marked: Mapping[str, tuple[str, int]]
-) -> dict[str, object]:
+) -> str | list[Mapping[str, str]]:
     if message.parts is not None:
-        return {"role": message.role, "content": list(message.parts), **message.keys}
+        return list(message.parts)
     if message.role != "user" and not any(mark in text for mark in marked):
-        return {"role": message.role, "content": text, **message.keys}
+        return text
     parts = re.split(f"({'|'.join(marked)})", text) if marked else [text]
-    content = [
+    return [
         {"type": marked[part][0]} if part in marked else {"type": "text", "text": part}
         for part in parts
         if part
     ]
-    return {"role": message.role, "content": content, **message.keys}
+
+
+def _thought_apart(text: str) -> tuple[str | None, str]:
+    """Split a text of the assistant into the thought that it begins with, None if it has none, and
+    the rest. The prompt may have opened the thought.
+    """
+    before, mark, rest = text.partition(_END_THINK)
+    before = before.strip().removeprefix(_THINK)
+    return (before.strip(), rest.lstrip("\n")) if mark and _THINK not in before else (None, text)
+
+
+def _check_shown(row: Row, messages: Sequence[Mapping[str, Any]], rendered: str) -> None:
+    """Raise ValueError if a rendering lacks the text of a message, or has a thought twice.
+    Templates strip white space, and may leave out earlier thoughts.
+    """
+    start = end = thoughts = 0  # thoughts that may stand after `start`
+    for message in messages:
+        content, role = message["content"], message["role"]
+        parts = [{"text": content}] if isinstance(content, str) else content
+        texts = [part.get("text", "") for part in parts]
+        for text in filter(None, map(str.strip, texts)):
+            found = rendered.find(text, end)
+            if found < 0:
+                raise ValueError(
+                    f"{row.source}: the model's chat template leaves out or changes the "
+                    f"{role} message {text!r:.60}: give its text in another place (many templates "
+                    "show a system message only as the first), or take another template"
+                )
+            end = found + len(text)
+        given = bool(message.get("reasoning_content")) + str(message).count(_END_THINK)
+        thoughts += max(1, given) if role == "assistant" else given
+        if end > start:
+            if role == "assistant" and rendered.count(_END_THINK, start, end) > thoughts:
+                raise ValueError(
+                    f"{row.source}: the model's chat template writes a thought of its own beside "
+                    f"the one in the assistant's message {texts[0]!r:.60}: leave the thought out, "
+                    "or take a template that reads it"
+                )
+            start, thoughts = end, 0

@@ -7,9 +7,10 @@ struct of bytes, path, url or base64.
 import base64
 import binascii
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import unquote_to_bytes
 
 from megavlm.data.fetch import check_url, fetch
@@ -24,6 +25,9 @@ MAX_VIDEO_BYTES = 2**28  # limit of a video file
 # would be over 40 characters long and have no dot.
 _BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk)[A-Za-z0-9+/\s]{40,}={0,2}\s*")
 _A = {"image": "an image", "video": "a video"}
+_SOURCES = ("bytes", "path", "url", "base64")  # the first one that is there is read
+# Hints to OpenAI's servers and caches. They do not change what the model sees.
+IGNORED = ("detail", "cache_control", "annotations")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 
 
@@ -64,9 +68,9 @@ class DataFolder:
 
 def media_bytes(value: object, folder: DataFolder, kind: Kind = "image") -> bytes:
     """Return the encoded image or the video file of a cell, without decoding it. Raises ValueError
-    for a cell without one.
+    for a cell without one, and for a struct with a key that is not read.
     """
-    content = _content(value)
+    content = _content(value, kind)
     if isinstance(content, str) and content:
         return _of_text(content, folder, kind)
     if not isinstance(content, bytes):
@@ -75,21 +79,36 @@ def media_bytes(value: object, folder: DataFolder, kind: Kind = "image") -> byte
     return content
 
 
-def is_url(value: object) -> bool:
+def check_keys(struct: Mapping[str, Any], known: Sequence[str], kind: Kind) -> None:
+    """Raise ValueError for a key of a struct that has a value but is not read."""
+    for key, value in struct.items():
+        if key not in (*known, *IGNORED) and value is not None:
+            raise ValueError(
+                f"{_A[kind]} has the key {key!r} ({value!r:.80}), which is not read; it may have "
+                f"{', '.join(known)}: remove the key, or store the {kind} as the model should see "
+                "it (frames are sampled and resized by data.video_fps, data.video_max_frames, "
+                "data.video_max_pixels and data.max_pixels)"
+            )
+
+
+def is_url(value: object, kind: Kind = "image") -> bool:
     """Return True if the image or video must be fetched over http(s). Raises ValueError for a URL
-    that `check_url` refuses.
+    that `check_url` refuses, and for a struct with a key that is not read.
     """
-    content = _content(value)
+    content = _content(value, kind)
     if isinstance(content, str) and content[:8].lower().startswith(("http://", "https://")):
         check_url(content)
         return True
     return False
 
 
-def _content(value: object) -> object:
+def _content(value: object, kind: Kind) -> object:
     if isinstance(value, dict):
-        named = next((key for key in ("bytes", "path", "url", "base64") if value.get(key)), None)
-        content = None if named is None else value[named]
+        named = next((key for key in _SOURCES if value.get(key)), None)
+        if named is None:
+            return None
+        check_keys(value, _SOURCES, kind)
+        content = value[named]
         if named == "base64" and isinstance(content, str) and not content.startswith("data:"):
             return f"data:;base64,{content}"
         return content

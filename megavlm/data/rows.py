@@ -272,7 +272,7 @@ class _RowMaker:
             images=tuple(image for image in images if image is not None),
             category="" if category is None else cell_text(category),
             source=source,
-            videos=tuple(read_video(item, self.folder) for item in videos),
+            videos=tuple(self._video(data.video_key, item) for item in videos),
             extra={name: record.get(name) for name in data.extra_keys},
             num_unfetched=images.count(None),
             messages=() if whole else messages,
@@ -341,6 +341,13 @@ class _RowMaker:
             return None if not self.fetches and is_url(value) else media_bytes(value, self.folder)
         except ValueError as error:
             raise ValueError(f"column {column!r}: {error}") from error
+
+    def _video(self, column: str | None, value: object) -> AnyVideo:
+        """Return an encoded video. Errors name the column."""
+        try:
+            return read_video(value, self.folder)
+        except ValueError as error:
+            raise ValueError(f"column {column or self.data.prompt_key!r}: {error}") from error
 
 
 def check_media(row: Row) -> None:

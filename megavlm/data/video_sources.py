@@ -8,7 +8,7 @@ from typing import Any
 from PIL import Image
 
 from megavlm.data.image_decoding import decode
-from megavlm.data.image_sources import DataFolder, is_url, media_bytes
+from megavlm.data.image_sources import DataFolder, check_keys, is_url, media_bytes
 from megavlm.data.video_decoding import decode_frames, read_header
 
 
@@ -38,6 +38,7 @@ def read_video(value: Any, folder: DataFolder) -> AnyVideo:
     """
     if not isinstance(value, dict) or value.get("frames") is None:
         return VideoFile(media_bytes(value, folder, "video"))
+    check_keys(value, ("frames", "fps"), "video")
     if not isinstance(value["frames"], list):
         raise ValueError(f"a video's frames are {value['frames']!r:.80}; they must be a list")
     fps = value.get("fps")
@@ -50,7 +51,7 @@ def is_fetched_video(value: Any) -> bool:
     """Return True if the file or a frame of a cell is fetched over http(s)."""
     if isinstance(value, dict) and isinstance(value.get("frames"), list):
         return any(map(is_url, value["frames"]))
-    return is_url(value)
+    return is_url(value, "video")
 
 
 def check_video(video: AnyVideo) -> None:

@@ -37,7 +37,7 @@ def test_chat_with_parts() -> None:
         ]
     )
     assert chat.messages[1] == Message("user", "What is <image><image>?")
-    assert chat.images == ("a.png", "https://a/b.png")
+    assert chat.images == ("a.png", {"url": "https://a/b.png"})
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,15 @@ def test_a_part_holds_its_image_where_no_column_is_named(
             "with the key 'max_pixels', which",
         ),
         ([{"type": "image", "image": "a.png", "url": "b.png"}], "keys image, url; its image"),
-        ([{"type": "image", "image": {"file_id": "x"}}], "an image with the key 'file_id'"),
+        ([{"type": "image", "image": {"file_id": "x"}}], "an image has neither bytes nor a path"),
+        (
+            [{"type": "image", "image": {"path": "a.png", "min_pixels": 9}}],
+            r"column 'messages': an image has the key 'min_pixels' \(9\), which is not read",
+        ),
+        (
+            [{"type": "video", "video": {"path": "a.png", "video_start": 0.5}}],
+            r"column 'messages': a video has the key 'video_start' \(0\.5\), which is not read",
+        ),
         ([{"type": "image", "index": 1}], "index=1; images are taken in order"),
         ([{"type": "image", "image": ""}], "an image has neither bytes nor a path"),
         ([{"type": "text", "text": "x", "image": "a.png"}], "type text with the key 'image'"),

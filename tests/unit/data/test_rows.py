@@ -119,14 +119,14 @@ def test_forms_of_the_video_column(tmp_path: Path, videos: list[Any], type_: pa.
 @pytest.mark.parametrize(
     ("videos", "problem", "message"),
     [
-        ([], "<video>", r":0: 1 <video> placeholders in 'problem' but 0 videos in 'videos'"),
-        ([{"frames": [b"1"], "fps": 0.0}], "", r":0: a video's fps is 0\.0; it must be"),
-        ([{"frames": [b"1"], "fps": float("inf")}], "", r":0: a video's fps is inf"),
-        ([{"frames": [b"1"], "fps": float("nan")}], "", r":0: a video's fps is nan"),
-        ([{"frames": [b"1"], "fps": None}], "", r":0: a video's fps is None"),
-        ([{"frames": None, "fps": 1.0}], "", r":0: a video has neither bytes nor a path"),
-        ([{"frames": [None], "fps": 1.0}], "", r":0: an image has neither bytes nor a path"),
-        ([None], "", r":0: a video has neither bytes nor a path"),
+        ([], "<video>", "1 <video> placeholders in 'problem' but 0 videos in 'videos'"),
+        ([{"frames": [b"1"], "fps": 0.0}], "", r"a video's fps is 0\.0; it must be"),
+        ([{"frames": [b"1"], "fps": float("inf")}], "", r"a video's fps is inf"),
+        ([{"frames": [b"1"], "fps": float("nan")}], "", r"a video's fps is nan"),
+        ([{"frames": [b"1"], "fps": None}], "", r"a video's fps is None"),
+        ([{"frames": None, "fps": 1.0}], "", "a video has neither bytes nor a path"),
+        ([{"frames": [None], "fps": 1.0}], "", "an image has neither bytes nor a path"),
+        ([None], "", "a video has neither bytes nor a path"),
     ],
 )
 def test_bad_videos_are_named(
@@ -136,7 +136,7 @@ def test_bad_videos_are_named(
     file = write(
         tmp_path / "x.parquet", [None], pa.list_(pa.binary()), problem=[problem], videos=column
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf":0: (column 'videos': )?{message}"):
         read_rows([file], video_key="videos")
 
 
@@ -159,6 +159,41 @@ def test_bad_rows_are_named(
     file = write(tmp_path / "x.parquet", images, pa.list_(pa.binary()), **columns)
     with pytest.raises(ValueError, match=message):
         read_rows([file])
+
+
+KEYS = ("video_start", "video_end", "fps", "nframes", "max_pixels", "resized_height", "other")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_beside_a_file_that_is_not_read_is_refused(tmp_path: Path, key: str) -> None:
+    """In columns and in parts, of images, videos and frames; a null is no key."""
+    (tmp_path / "a").write_bytes(b"file")
+    file = {"path": "a", "bytes": None}
+
+    def rows(name: str, item: Any) -> list[Row]:
+        path = tmp_path / "x.jsonl"
+        path.write_text(json.dumps({"problem": "?", "answer": "1", name: item}))
+        chosen = {"video_key": "video"} if name == "video" else {"image_keys": ("image",)}
+        return read_rows([str(path)], **{"image_keys": (), "category_key": None, **chosen})
+
+    for name, item, is_named in (
+        ("image", file, "an image"),
+        ("image", [file], "an image"),
+        ("video", file, "a video"),
+        ("video", [file], "a video"),
+        ("video", {"frames": [file, file], "fps": 2.0}, "an image"),
+    ):
+        one = item[0] if isinstance(item, list) else item
+        changed = one["frames"][1] if "frames" in one else one
+        assert rows(name, item)
+        changed[key] = None
+        assert rows(name, item)
+        changed[key] = 0
+        with pytest.raises(ValueError, match=rf"l:0: column '{name}': {is_named} has the key"):
+            rows(name, item)
+        del changed[key]
+    with pytest.raises(ValueError, match="a video has the key 'nframes'"):
+        rows("video", {"frames": [file, file], "fps": 2.0, "nframes": 2})
 
 
 def test_bad_files_and_columns_are_named(tmp_path: Path) -> None:

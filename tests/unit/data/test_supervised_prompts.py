@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.data.chat import read_chat, read_tools
+from megavlm.data.chat import Message, read_chat, read_tools
 from megavlm.data.packing import Tree, make_pack, supervised_tree
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
@@ -189,6 +189,62 @@ def test_thoughts_are_learnt_where_the_template_has_them(make: Make) -> None:
             nothink.supervised_prompt(row_of(chat))
     with pytest.raises(ValueError, match=r"x\.jsonl:0: the chat has reasoning_content, which"):
         make("qwen3_vl").supervised_prompt(row_of(key))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_6", "qwen3_8"])
+def test_a_thought_in_the_text_is_learnt_once(make: Make, name: str) -> None:
+    """In the answer, in a column of answers, in earlier turns, and with a quoted mark after it."""
+    processor = make(name)
+    said = "<think>\nhm\n</think>\n\nred"
+    for chat in (exchange("?", said), exchange("?", "hm</think>red")):
+        assert learnt(processor, row_of(chat)) == ["hm\n</think>\n\nred"]
+    quoted = exchange("?", "<think>hm</think>write </think> last")
+    assert learnt(processor, row_of(quoted)) == ["hm\n</think>\n\nwrite </think> last"]
+    row = Row(0, "?", said, (), "", "x:0")
+    assert learnt(processor, row) == ["hm\n</think>\n\nred"]
+    text = processor.chat_template.prompt(row_of(exchange("1?", said, "2?", "two")))
+    assert text.count("hm") == (name == "qwen3_8"), "the others drop earlier thoughts"
+    assert text.count("<think>") == 1 + text.count("hm")
+    both = {"role": "assistant", "content": said, "reasoning_content": "hm"}
+    with pytest.raises(ValueError, match=r"x\.jsonl:0: the assistant's message .* thought twice"):
+        processor.supervised_prompt(row_of([*exchange("?"), both]))
+
+
+def test_a_template_that_adds_a_thought_to_one_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for m in messages %}{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n\n"
+    template += "</think>\n\n{% endif %}{{ m.content if m.content is string else "
+    template += "m.content[0].text }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
+    template += "assistant\n<think>\n{% endif %}"
+    processor = make("qwen3_8")
+    monkeypatch.setattr(processor.chat_template, "_template", template)
+    monkeypatch.setattr(processor.chat_template, "_reads_thoughts", False)
+    assert learnt(processor, row_of(exchange("?", "red"))) == [f"{NO_THOUGHT}red"]
+    with pytest.raises(ValueError, match=r"x\.jsonl:0: .* writes a thought of its own"):
+        processor.supervised_prompt(row_of(exchange("?", "<think>hm</think>red")))
+
+
+MIDDLE = [*exchange("?", "!"), {"role": "system", "content": "Answer in capitals."}]
+
+
+def test_a_text_that_the_template_leaves_out_is_refused(make: Make) -> None:
+    """As data, as an observation, and as the first prompt or a later turn of an agent."""
+    row = row_of([*MIDDLE, *exchange("?", "A")])
+    lost = r"x\.jsonl:0: .* leaves out or changes the system message 'Answer in capitals\.'"
+    processor = make("qwen3_vl")
+    for use in (processor.prompt, processor.num_tokens, processor.supervised_prompt):
+        with pytest.raises(ValueError, match=lost):
+            use(row)
+    asked = processor.prompt(row_of(exchange("?", "A")))
+    later = replace(row, messages=row.messages[2:], response=None)
+    for whole in (row.messages[2:], row.messages[2:3]):
+        with pytest.raises(ValueError, match=lost):
+            processor.next_turn(asked, [processor.eos_id], replace(later, messages=whole))
+    assert "Answer in capitals." in make("qwen2_5_vl").chat_template.prompt(row)
+    hint = replace(asked.row, messages=(Message("system", " Answer. "), Message("user", " ?\n")))
+    for other in ("qwen3_5_think", "qwen3_6", "qwen3_8"):  # they strip white space
+        assert "Answer." in make(other).chat_template.prompt(hint)
 
 
 def test_earlier_answers_are_learnt_where_they_stand_as_they_are_sampled(make: Make) -> None:
