@@ -45,8 +45,8 @@ class AdvantageInputs:
 
     @property
     def sequence_rewards(self) -> Tensor:
-        """Reward [S] of each sequence."""
-        return segment_sum(self.rewards, self.sequence_ids, len(self.group_ids))
+        """Reward [S] of each sequence, summed in float64."""
+        return segment_sum(self.rewards.double(), self.sequence_ids, len(self.group_ids))
 
 
 EstimatorFunction = Callable[[AdvantageInputs, GRPO], Tensor]
@@ -72,7 +72,9 @@ class Estimator:
     of_turns: bool = False
 
     def __call__(self, inputs: AdvantageInputs, settings: GRPO) -> Tensor:
-        """Compute advantages [N]. Raises ValueError if the function returns another shape."""
+        """Compute advantages [N] in the dtype of the rewards. Raises ValueError if the function
+        returns another shape.
+        """
         made = self.function(inputs, settings)
         if made.shape != inputs.rewards.shape:
             raise ValueError(
@@ -80,7 +82,7 @@ class Estimator:
                 f"of shape {list(made.shape)} for {list(inputs.rewards.shape)} tokens: return one "
                 "for each token"
             )
-        return made
+        return made.to(inputs.rewards.dtype)
 
 
 def advantage_estimator(

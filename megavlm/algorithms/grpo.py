@@ -1,9 +1,9 @@
 """Advantages of whole responses, relative to the other responses to their prompt.
 
 S responses; `rewards` [S]; `groups` [S] int64, the group that each response belongs to, in
-0..S-1. A group whose rewards are all equal gets exactly zero, because subtracting a rounded mean
-would leave noise, which the division by a tiny deviation, or Adam, would amplify. Sums are in
-float64.
+0..S-1. A group whose rewards are all equal (see `differs`) gets exactly zero, because subtracting a
+rounded mean would leave noise, which the division by a tiny deviation, or Adam, would amplify. Sums
+are in float64.
 
 `counted` [S] bool: True for responses whose reward is known; None counts all. The others get the
 advantage zero and are left out of all sums and counts, as if they were not in the group.
@@ -15,6 +15,7 @@ from torch import Tensor
 from megavlm.algorithms.advantages import AdvantageInputs, advantage_estimator
 from megavlm.algorithms.segments import segment_sum
 from megavlm.config.algorithm import GRPO
+from megavlm.numbers import ROUNDING
 
 # It only keeps the division defined: rewards that differ do so by far more than this.
 _EPSILON = 1e-6
@@ -69,15 +70,20 @@ def leave_one_out(rewards: Tensor, groups: Tensor, counted: Tensor | None = None
 
 
 def differs(rewards: Tensor, groups: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Return [S] bool, True for responses of groups whose counted rewards differ."""
+    """Return [S] bool, True for responses of groups whose counted rewards differ by more than the
+    rounding of sums. Without a difference every advantage is zero, and the group adds nothing to
+    the policy gradient: DAPO's dynamic sampling draws another prompt (arXiv 2503.14476).
+    """
+    rewards = rewards.double()
     known = torch.ones_like(groups, dtype=torch.bool) if counted is None else counted
-    bounds = [
+    low, high = (
         torch.zeros_like(rewards).scatter_reduce(
             0, groups[known], rewards[known], how, include_self=False
         )
         for how in ("amin", "amax")
-    ]
-    return (bounds[0] != bounds[1])[groups]
+    )
+    scale = torch.maximum(low.abs(), high.abs()).clamp(min=0.1)
+    return (high - low > ROUNDING * scale)[groups]
 
 
 def _known(rewards: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
     """Compute for each token the sum of its sequence's rewards from there on, including the KL
     penalty. Whitening follows.
     """
-    return discounted_sums(inputs.rewards, inputs.sequence_ids, 1.0)
+    return discounted_sums(inputs.rewards.double(), inputs.sequence_ids, 1.0)
 
 
 @advantage_estimator(whiten=True, needs_group=True, within_groups=True, of_turns=True)

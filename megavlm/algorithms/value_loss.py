@@ -33,4 +33,5 @@ def explained_variance(
         return float("nan")
     variance = squares / count - (returns / count) ** 2
     unexplained = error_squares / count - (errors / count) ** 2
-    return 1.0 - unexplained / variance if variance > 1e-12 else float("nan")
+    is_spread = variance > 1e-12 * squares / count  # more than the rounding of equal returns
+    return 1.0 - unexplained / variance if is_spread else float("nan")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megavlm.config.curriculum import CurriculumConfig, CurriculumStage
+from megavlm.numbers import at_least
 
 
 class Curriculum:
@@ -35,7 +36,8 @@ class Curriculum:
         metrics = {"curriculum_stage": float(self.number + 1)}
         self._rewards.append(reward)
         enough, is_full = self._stages[self._current].reward, len(self._rewards) == self._window
-        if enough is not None and is_full and sum(self._rewards) / self._window >= enough:
+        mean = sum(self._rewards) / self._window
+        if enough is not None and is_full and at_least(mean, enough):
             self._advance()
         return metrics
 

@@ -11,7 +11,7 @@ from typing import Any
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.reward import Reward
 from megavlm.limited.failure import CallFailure
-from megavlm.numbers import is_float32
+from megavlm.numbers import at_least, is_float32
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example, ResponseDetails, RewardStop, Score
 from megavlm.rewards.pool import RewardPool
@@ -231,7 +231,8 @@ def _checked(found: Mapping[str, Any]) -> Score:
         _finite(number)
     assert isinstance(reward, int | float) and isinstance(parts, Mapping)
     correct = found.get("correct")
-    return Score(float(reward), reward >= 1 if correct is None else bool(correct), dict(parts))
+    is_full = at_least(reward, 1) if correct is None else bool(correct)
+    return Score(float(reward), is_full, dict(parts))
 
 
 def _finite(number: Any) -> float:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megavlm.algorithms.aggregation import loss_units, token_weights
-from megavlm.algorithms.dapo import has_signal as rewards_differ
 from megavlm.algorithms.dapo import overlong_penalty
+from megavlm.algorithms.grpo import differs
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.data.image_processing import ProcessedImage
 from megavlm.data.packing import Tree
@@ -24,9 +24,12 @@ SAMPLED_TOKENS = 200  # tokens of a turn whose log-probs are kept for the report
 
 
 def has_signal(group: Group) -> bool:
-    """Return True if the group's rewards, without skipped ones, are not all equal."""
-    rewards = torch.tensor([[score.reward for score in group.scores if not score.skipped]])
-    return bool(rewards.numel() and rewards_differ(rewards))
+    """Return True if the group's rewards, without skipped ones, are not all equal, as the
+    advantages see it. The penalty for long responses is no reward.
+    """
+    known = [score.reward for score in group.scores if not score.skipped]
+    rewards = torch.tensor(known, dtype=torch.float64)
+    return bool(differs(rewards, torch.zeros(len(known), dtype=torch.int64)).any())
 
 
 def until_signal(count: int, rounds: int, sample: Callable[[int], list[Group]]) -> list[Group]:

@@ -12,7 +12,7 @@ from megavlm.config.environment import EnvironmentConfig
 from megavlm.environments.base import ChatFormat, Context, Observation, Step
 from megavlm.environments.processes import EnvironmentPool, Local
 from megavlm.limited.failure import CallFailure
-from megavlm.numbers import is_float32
+from megavlm.numbers import at_least, is_float32
 from megavlm.rewards.base import Example, ResponseDetails, RewardStop, Score
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ def step_score(step: Step, name: str, before: float) -> tuple[float, Score]:
         score = info.get("score")
         if score is None:
             parts = {str(k): float(v) for k, v in info.get("parts", {}).items()}
-            score = Score(reward, bool(info.get("correct", before + reward >= 1)), parts)
+            score = Score(reward, bool(info.get("correct", at_least(before + reward, 1))), parts)
         counts = map(float, info.get("counts", {}).values())
         numbers = [reward, score.reward, *score.parts.values(), *counts]
     except (AttributeError, TypeError, ValueError, OverflowError) as error:

@@ -288,7 +288,8 @@ def weighted_value_loss(settings: PPO, pack: Pack, scores: TokenScores) -> tuple
     total = (loss * columns.loss_weights).sum()
     counted = columns.loss_weights > 0
     # Other tokens become zeros; indexing by a mask would synchronize with the GPU.
-    values, returns = (x.where(counted, 0.0) for x in (columns.values, columns.returns))
+    # In float64: variances are differences of these sums.
+    values, returns = (x.double().where(counted, 0.0) for x in (columns.values, columns.returns))
     errors = returns - values
     return total, {
         "signal": (counted & ~clipped).float().sum(),

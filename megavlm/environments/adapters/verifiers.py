@@ -21,6 +21,7 @@ from megavlm.environments.adapters.messages import in_parts
 from megavlm.environments.base import ChatMessage, Context, Image, Observation, Step, scored
 from megavlm.environments.tools.calls import MalformedCall, read_reply
 from megavlm.environments.tools.tool import read_arguments
+from megavlm.numbers import at_least
 from megavlm.rewards.base import Example, Score
 
 T = TypeVar("T")
@@ -104,7 +105,7 @@ class Verifiers:
         if found["error"]:
             raise RuntimeError(f"{self._id}: {found['error']}")
         parts = {name: float(value) for name, value in found["metrics"].items()}
-        return scored(Score(found["reward"], found["reward"] >= 1, parts))
+        return scored(Score(found["reward"], at_least(found["reward"], 1), parts))
 
     async def _next(self) -> list[ChatMessage] | None:
         """Return the new messages of the next call; None if the rollout has ended."""

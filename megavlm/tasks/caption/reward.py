@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from megavlm.numbers import at_least
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
 from megavlm.rewards.options import check_number, check_weights
@@ -85,7 +86,7 @@ def score(
         long = len(words) > MAX_WORDS
         parts["cider"] = 0.0 if long else cider_d(caption, references, read_corpus(corpus))
     reward = sum(weights[name] * value for name, value in parts.items())
-    return Score(reward, reward >= correct_from, parts)
+    return Score(reward, at_least(reward, correct_from), parts)
 
 
 @lru_cache(maxsize=1)

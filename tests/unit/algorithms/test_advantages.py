@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.algorithms.advantages import AdvantageInputs
-from megavlm.algorithms.dapo import has_signal
 from megavlm.algorithms.grpo import differs, group_relative, leave_one_out
 from megavlm.algorithms.reinforce_plus_plus import reinforce_plus_plus
 from megavlm.algorithms.whitening import whiten
@@ -114,8 +113,18 @@ def test_returns_to_go_are_what_is_still_to_come() -> None:
     torch.testing.assert_close(made, torch.tensor([0.4, 0.5, 0.7, 1.0]))
 
 
-def test_signal_is_a_difference_within_the_group() -> None:
-    rewards = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.1, 0.0]])
-    assert has_signal(rewards).tolist() == [False, False, True]
-    of_response = differs(rewards.flatten(), torch.arange(3).repeat_interleave(3))
-    assert of_response.view(3, 3).any(1).tolist() == [False, False, True]
+def test_signal_is_a_difference_within_the_group_beyond_rounding() -> None:
+    cases = {
+        (0.0, 0.0, 0.0): False,
+        (1.0, 1.0, 1.0): False,
+        (0.0, 0.1, 0.0): True,
+        (0.0, 1e-5, 0.0): True,
+        (0.3, 0.1 + 0.2, 0.3): False,
+        (0.0, 0.1 + 0.2 - 0.3, 0.0): False,
+        (1000.0, 1000.0 + 2**-14, 1000.0): False,  # a step of float32
+        (1000.0, 1000.01, 1000.0): True,
+    }
+    rewards = torch.tensor(list(cases), dtype=torch.float64).flatten()
+    for made in (rewards, rewards.float()):
+        found = differs(made, torch.arange(len(cases)).repeat_interleave(3))
+        assert found.view(-1, 3).any(1).tolist() == list(cases.values())

@@ -2,11 +2,15 @@
 
 import math
 import statistics
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megavlm.algorithms.value_loss import explained_variance, value_loss
+from megavlm.config.algorithm import PPO
+from megavlm.training.losses import weighted_value_loss
 
 
 @pytest.mark.parametrize(
@@ -40,3 +44,17 @@ def test_explained_variance_is_one_less_the_rest() -> None:
     expected = 1 - statistics.pvariance(errors) / statistics.pvariance(returns)
     assert made == pytest.approx(expected)
     assert math.isnan(explained_variance(2, 2.0, 2.0, 0.0, 0.0))
+
+
+def test_equal_returns_have_no_variance_to_explain() -> None:
+    """Whatever their number and size: sums in float32 would leave some."""
+    columns = SimpleNamespace(
+        values=torch.linspace(0, 1, 5000),
+        returns=torch.full((5000,), 0.9),
+        loss_weights=torch.ones(5000),
+    )
+    pack: Any = SimpleNamespace(columns=columns)
+    scores: Any = SimpleNamespace(values=columns.values)
+    _, sums = weighted_value_loss(PPO(), pack, scores)
+    names = ("value_tokens", "returns", "returns_squared", "errors", "errors_squared")
+    assert math.isnan(explained_variance(*(float(sums[name]) for name in names)))

@@ -45,6 +45,15 @@ def test_promotion_needs_a_whole_window_of_reward() -> None:
     assert tolerance_of(curriculum.stage(1)) == 25.0
 
 
+def test_a_mean_is_reached_as_sums_round() -> None:
+    curriculum = curriculum_of({"reward": 0.15}, {})
+    reward = 0.7 - 0.6 + 0.05
+    assert reward < 0.15
+    for _ in range(2):
+        curriculum.record(reward)
+    assert curriculum.number == 1
+
+
 def test_a_step_ends_a_stage_that_reward_did_not() -> None:
     curriculum = by_reward()
     curriculum.record(0.5)

@@ -51,6 +51,12 @@ def test_a_function_with_any_options_gets_those_of_the_recipe_and_the_stage() ->
     assert score([part], "red", CurriculumStage(tolerance=8.0)).reward == 11.5
 
 
+def test_a_reward_is_correct_from_1_as_sums_round() -> None:
+    for reward, is_correct in ((0.7 + 0.2 + 0.1, True), (0.9999, False)):
+        part = Part("sum", "user_rewards:anything", options={"a": reward})
+        assert score([part], "red") == Score(reward, is_correct)
+
+
 @pytest.mark.parametrize("name", ["later", "LATER"])
 def test_an_async_function_is_awaited(name: str) -> None:
     assert score([Part("later", f"user_rewards:{name}")], "red").reward == 1.0

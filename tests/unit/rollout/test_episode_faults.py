@@ -63,6 +63,13 @@ def test_a_number_that_training_cannot_hold_is_a_failure_of_its_step(step: Step)
         step_score(step, "counting", 0.0)
 
 
+@pytest.mark.parametrize(("last", "is_correct"), [(0.1, True), (0.0999, False)])
+def test_turns_that_sum_up_to_1_are_correct(last: float, is_correct: bool) -> None:
+    assert 0.7 + 0.2 + 0.1 < 1
+    _, score = step_score(Step(None, last, True), "counting", 0.7 + 0.2)
+    assert score.correct == is_correct
+
+
 @pytest.mark.parametrize(
     ("fault", "problem"),
     [

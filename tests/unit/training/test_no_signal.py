@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -120,6 +121,20 @@ def test_where_all_are_truncated_and_masked_nothing_is_trained_on(settings: Any)
     found = columns([group(0.4, 0.1, 0.2, cut=True)], replace(settings, mask_truncated=True))
     assert all(values.isfinite().all() for values in found.values())
     assert not found["loss_weights"].any()
+
+
+@pytest.mark.parametrize("settings", ESTIMATORS[:4])
+@pytest.mark.parametrize("turns", [(0.7, 0.1, 0.2), (300.1, 0.2, 0.1), (0.1, 0.2, -0.3)])
+def test_turns_that_sum_up_to_equal_rewards_teach_nothing(
+    settings: Any, turns: tuple[float, ...]
+) -> None:
+    """In whichever order they come: to dynamic sampling, metrics and advantages alike."""
+    orders = [*permutations(turns), (round(sum(turns), 3),)]
+    flat = group_of([episode(*order) for order in orders])
+    assert not has_signal(flat) and rollout_metrics([flat])["groups_without_signal"] == 1
+    assert not columns([flat], settings)["advantages"].any()
+    teaching = group_of([episode(*turns), episode(*turns[:2], turns[2] + 0.01)])
+    assert has_signal(teaching) and columns([teaching], settings)["advantages"].all()
 
 
 def test_metrics_of_groups_without_signal_are_numbers() -> None:
