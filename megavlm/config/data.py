@@ -50,7 +50,7 @@ class Data(Section):
 
     category_key: str | None = "task"
     """Column whose values group the rows: metrics and evaluations are also reported for each value.
-    Null reports them overall only."""
+    Files need not have the column of the default. Null reports metrics overall only."""
 
     extra_keys: tuple[str, ...] = ()
     """Further columns that are passed on to environments and rewards."""

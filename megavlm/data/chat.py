@@ -157,21 +157,32 @@ def read_chat(value: Sequence[Any]) -> Chat:
     return Chat(tuple(messages), tuple(parts.images), tuple(parts.videos), parts.num_bare)
 
 
-def read_response(value: Sequence[Any], prompt: Sequence[Message]) -> Message:
+def read_response(value: Sequence[Any], prompt: Chat) -> Message:
     """Read the assistant's message from a list that has it alone, or a whole chat that ends with it
-    after the messages of `prompt`.
+    after the last messages of `prompt`.
 
     Raises ValueError for anything else.
     """
-    (*before, response), _ = _read_messages(value)
+    (*before, response), parts = _read_messages(value)
     if response.role != "assistant":
         raise ValueError(f"its last message is by the {response.role}, not by the assistant")
-    if before and before != list(prompt[-len(before) :]):
+    last = [*map(_shown, prompt.messages[-len(before) :])]
+    same = not before or [*map(_shown, before)] == last
+    for own, known in ((parts.images, prompt.images), (parts.videos, prompt.videos)):
+        same &= not own or own == list(known[-len(own) :])
+    if not same:
         raise ValueError(
             "its messages before the response are not the prompt's: give the response alone, or "
             "after the same messages"
         )
     return response
+
+
+def _shown(message: Message) -> Message:
+    """Return a message without ids of calls and weights, which a model is not shown."""
+    calls = [{**call, "id": None} for call in message.keys.get("tool_calls", ())]
+    keys = {key: value for key, value in message.keys.items() if key != "tool_call_id"}
+    return replace(message, keys={**keys, "tool_calls": calls}, is_trained=True)
 
 
 def _read_messages(value: Sequence[Any]) -> tuple[list[Message], _Parts]:

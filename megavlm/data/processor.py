@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from megavlm.config.data import Data
 from megavlm.data.chat_template import ChatTemplate, text_after_response
 from megavlm.data.image_processing import ImageCache, ImageProcessor, ProcessedImage
-from megavlm.data.rows import Row, check_pair, rejected_row
+from megavlm.data.rows import Row, rejected_row
 from megavlm.data.videos import ProcessedVideo, VideoProcessor
 from megavlm.families import Family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
@@ -196,8 +196,14 @@ class Processor:
         """Return the tokens of the chosen and of the rejected response. Raises ValueError as
         `preference_prompt` does.
         """
-        check_pair(row)
-        return self.answer_ids(row), self.answer_ids(rejected_row(row))
+        other = rejected_row(row)
+        chosen, rejected = self.answer_ids(row), self.answer_ids(other)
+        if chosen == rejected:  # whatever their spelling was
+            raise ValueError(
+                f"{row.source}: the chosen and the rejected response are the same tokens; leave "
+                "the row out"
+            )
+        return chosen, rejected
 
     def _checked(self, prompt: Prompt) -> Prompt:
         num_tokens = len(prompt.token_ids)

@@ -24,7 +24,7 @@ from megavlm.data.chat import (
 from megavlm.data.files import DataFile, expand
 from megavlm.data.image_decoding import decode
 from megavlm.data.image_sources import DataFolder, is_url, media_bytes
-from megavlm.data.tables import RecordBlock, cell_text, open_table
+from megavlm.data.tables import RecordBlock, RecordTable, cell_text, open_table
 from megavlm.data.video_sources import AnyVideo, check_video, is_fetched_video, read_video
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Rows(Sequence[Row]):
         self._data = data
         self.files = expand(files)
         # In a CSV file these columns are always text: the region "01" must not become the number 1.
-        texts = [*(name for _, name in _columns(data)), *filter(None, [data.rejected_key])]
+        texts = [*(name for _, name in _columns(data)), *_optional(data)]
         self._tables = [open_table(file, texts) for file in self.files]
         for file, table in zip(self.files, self._tables, strict=True):
             _check_columns(file, table.columns, data)
@@ -136,9 +136,8 @@ class Rows(Sequence[Row]):
         Rows whose text cannot be used are left out.
         """
         plain = replace(self._data, image_keys=(), video_key=None)
-        names = [name for _, name in _columns(plain)]
         for number, (file, block) in enumerate(self.blocks):
-            content = self._tables[file].read(block, names)
+            content = self._tables[file].read(block, _present(self._tables[file], plain))
             for offset in range(self.block_rows[number]):
                 try:
                     yield self._make(content, number, offset, plain, fetches=False, checked=False)
@@ -176,10 +175,8 @@ class Rows(Sequence[Row]):
     def _block(self, number: int) -> RecordBlock:
         if number not in self._cache:
             file, block = self.blocks[number]
-            table, columns = self._tables[file], [name for _, name in _columns(self._data)]
-            optional = (*_BESIDE_CHAT, *filter(None, [self._data.rejected_key]))
-            columns += [name for name in optional if name in (table.columns or ())]
-            self._cache[number] = table.read(block, list(dict.fromkeys(columns)))
+            columns = _present(self._tables[file], self._data, _BESIDE_CHAT)
+            self._cache[number] = self._tables[file].read(block, columns)
             held = sum(self.block_bytes[n] for n in self._cache)
             while held > CACHE_BYTES and len(self._cache) > 1:
                 oldest, _ = self._cache.popitem(last=False)
@@ -230,12 +227,12 @@ class _RowMaker:
     def row(self, index: int, source: str, dataset: str) -> Row:
         data, record = self.data, self.record
         chat = self._chat()
-        messages, response = chat.messages, self._message(data.answer_key, chat.messages)
+        messages, response = chat.messages, self._message(data.answer_key, chat)
         answer = self._answer() if response is None else response.text
         if len(messages) > 1 and messages[-1].role == "assistant":
             messages, response = messages[:-1], messages[-1]
             answer = self._response(response)
-        rejected = self._message(data.rejected_key, messages)
+        rejected = self._message(data.rejected_key, replace(chat, messages=messages))
         if rejected is None and (text := record.get(str(data.rejected_key))) is not None:
             rejected = Message("assistant", _text(text, str(data.rejected_key)))
         found = [(name, item) for name in data.image_keys for item in _listed(record.get(name))]
@@ -291,7 +288,7 @@ class _RowMaker:
         value = self.record.get(name)
         return _text(value[0] if isinstance(value, list) and value else value, name)
 
-    def _message(self, column: str | None, prompt: Sequence[Message]) -> Message | None:
+    def _message(self, column: str | None, prompt: Chat) -> Message | None:
         """Return the response in a column of messages, or None if the column has none."""
         value = None if column is None else self.record.get(column)
         if not _is_chat(value):
@@ -365,27 +362,14 @@ def check_media(row: Row) -> None:
             raise ValueError(f"{row.source}: {name}: {error}") from error
 
 
-def check_pair(row: Row) -> None:
-    """Raise ValueError that names the row if it does not have two responses to compare."""
+def rejected_row(row: Row) -> Row:
+    """Return a row whose answer is the rejected response. Raises ValueError if it has none."""
     if row.rejected is None:
         raise ValueError(
             f"{row.source}: algorithm.name=dpo needs a response to reject, but this row has none: "
             "name its column in data.rejected_key, or leave the row out"
         )
-    if row.rejected.text == row.answer and row.rejected.keys == _keys(row):
-        raise ValueError(
-            f"{row.source}: the chosen and the rejected response are the same; leave the row out"
-        )
-
-
-def rejected_row(row: Row) -> Row:
-    """Return a row whose answer is the rejected response."""
-    assert row.rejected is not None
     return replace(row, answer=row.rejected.text, response=row.rejected)
-
-
-def _keys(row: Row) -> Mapping[str, Any]:
-    return {} if row.response is None else row.response.keys
 
 
 def _columns(data: Data) -> list[tuple[str, str]]:
@@ -393,10 +377,28 @@ def _columns(data: Data) -> list[tuple[str, str]]:
     keys = ("prompt_key", "answer_key", "category_key", "video_key", "image_keys", "extra_keys")
     columns = []
     for key in keys:
+        if key == "category_key" and data.category_key == Data.category_key:
+            continue
         value: str | tuple[str, ...] | None = getattr(data, key)
         names = (value,) if isinstance(value, str) else value or ()
         columns += [(f"data.{key}", name) for name in names]
     return columns
+
+
+def _optional(data: Data) -> list[str]:
+    """Return the columns that files may have: that of rejected responses, because files to evaluate
+    on need none, and that of categories if its name is the default.
+    """
+    category = data.category_key if data.category_key == Data.category_key else None
+    return [*filter(None, [data.rejected_key, category])]
+
+
+def _present(table: RecordTable, data: Data, further: Sequence[str] = ()) -> list[str]:
+    """Return the columns to read: those that files must have, and those of the others that are
+    there.
+    """
+    may_have = [name for name in (*further, *_optional(data)) if name in (table.columns or ())]
+    return list(dict.fromkeys([*(name for _, name in _columns(data)), *may_have]))
 
 
 def _check_columns(file: DataFile, names: Sequence[str] | None, data: Data) -> None:

@@ -24,7 +24,7 @@ from megavlm.config.optimizer import Optimizer
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
 from megavlm.config.transports import TRANSPORT_TRAITS, transports_with
-from megavlm.data.rows import Row, Rows, check_media, check_pair
+from megavlm.data.rows import Row, Rows, check_media, rejected_row
 from megavlm.environments.agent import GATEWAY
 from megavlm.environments.processes import make_environments
 from megavlm.environments.registry import built_in_environments, find_environment
@@ -192,7 +192,7 @@ def _check_use(row: Row, config: Config, use: str | None) -> None:
             "name its column in data.answer_key, or end the chat with the assistant's message"
         )
     if use == "dpo":
-        check_pair(row)
+        rejected_row(row)
     reward, name = config.reward, config.environment.name
     is_own = name == GATEWAY or IMPORT_PATH.fullmatch(name)
     if use != "rewards" or (is_own and not (reward.name or reward.parts)):

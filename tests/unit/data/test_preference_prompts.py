@@ -14,6 +14,7 @@ from megavlm.data.processor import Processor, PromptTooLong
 from megavlm.data.rows import Row, Rows
 from megavlm.families import family_of
 from tests.conftest import png
+from tests.support.templates import with_template
 
 Read = Callable[..., Row]
 IMAGE = {"bytes": None, "path": "image.png"}
@@ -81,6 +82,46 @@ def test_calls_of_tools_are_responses(read: Read) -> None:
     assert swapped.rejected is not None and swapped.rejected.keys == {"tool_calls": [call]}
 
 
+def test_a_pair_is_compared_by_its_tokens(
+    read: Read, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Spellings that the template makes the same are no pair; the same text may be one."""
+    data = Data(**KEYS)
+    processor = with_template("qwen3_8", folder_of("qwen3_5"), tmp_path / "model", data)
+
+    def said(text: str, **keys: Any) -> list[dict[str, Any]]:
+        return [{"role": "assistant", "content": text, **keys}]
+
+    thought = said("red", reasoning_content="hm")
+    for chosen, rejected in (
+        ("red", " red\n"),
+        ("red", [{**RED, "name": "a", "weight": 0}]),
+        ("red", said([{"type": "text", "text": "red"}])),
+        ("<think>\nhm\n</think>\n\nred", thought),
+    ):
+        with pytest.raises(ValueError, match=r"pairs\.jsonl:0: .* are the same tokens; leave"):
+            processor.pair_ids(read({**TEXTS, "chosen": chosen, "rejected": rejected}))
+    processor.pair_ids(read({**TEXTS, "chosen": "red", "rejected": thought}))
+
+
+def test_a_rejected_chat_is_about_the_images_of_the_prompt(read: Read, tmp_path: Path) -> None:
+    """Ids of calls and weights of earlier turns are in no token, and may differ."""
+    (tmp_path / "other.png").write_bytes(png(56, 56))
+    call = {"type": "function", "function": {"name": "zoom", "arguments": {}}}
+
+    def chat(image: str, answer: dict[str, str], id_: str, **keys: Any) -> list[dict[str, Any]]:
+        shown = {"role": "user", "content": [{"type": "image", "path": image}, "?"]}
+        turn = {"role": "assistant", "content": "", "tool_calls": [{**call, "id": id_}], **keys}
+        return [shown, turn, {"role": "tool", "content": "1", "tool_call_id": id_}, answer]
+
+    chosen, keys = chat("image.png", RED, "a"), {**OF_CHATS, "image_keys": ()}
+    same = {"chosen": chosen, "rejected": chat("image.png", BLUE, "b", weight=0)}
+    row = read({**same, "images": []}, **keys)
+    assert row.rejected is not None and row.rejected.text == "blue"
+    with pytest.raises(ValueError, match="column 'rejected': its messages before the response are"):
+        read({**same, "rejected": chat("other.png", BLUE, "b"), "images": []}, **keys)
+
+
 def test_sft_learns_an_answer_in_a_column_of_messages_and_nothing_before(
     read: Read, processor: Processor
 ) -> None:
@@ -95,8 +136,8 @@ def test_sft_learns_an_answer_in_a_column_of_messages_and_nothing_before(
     ("record", "keys", "message"),
     [
         ({**TEXTS, "rejected": None}, {}, "algorithm.name=dpo needs a response to reject"),
-        ({**TEXTS, "rejected": "red"}, {}, "the chosen and the rejected response are the same"),
-        ({**EXPLICIT, "rejected": [RED]}, {}, "the chosen and the rejected response are the same"),
+        ({**TEXTS, "rejected": "red"}, {}, "the chosen and the rejected response are the same tok"),
+        ({**EXPLICIT, "rejected": [RED]}, {}, "the chosen and the rejected response are the same "),
         ({**TEXTS, "rejected": "<|im_end|>"}, {}, "'rejected' holds '<|im_end|>', a control token"),
         ({**TEXTS, "rejected": ["blue"]}, {}, "'rejected' is ['blue']; it must be text or a num"),
         (

@@ -196,6 +196,23 @@ def test_a_key_beside_a_file_that_is_not_read_is_refused(tmp_path: Path, key: st
         rows("video", {"frames": [file, file], "fps": 2.0, "nframes": 2})
 
 
+def test_a_file_need_not_have_the_categories_of_the_default(tmp_path: Path) -> None:
+    records = [{"problem": "?", "answer": "1", "task": "01"}, {"problem": "?", "answer": "1"}]
+    for name, kept in (("with", records[:1]), ("without", records[1:])):
+        pq.write_table(pa.Table.from_pylist(kept), tmp_path / f"{name}.parquet")
+        (tmp_path / f"{name}.jsonl").write_text("".join(map(json.dumps, kept)))
+        heads, cells = kept[0].keys(), kept[0].values()
+        (tmp_path / f"{name}.csv").write_text(f"{','.join(heads)}\n{','.join(cells)}\n")
+    for kind in ("parquet", "jsonl", "csv"):
+        files = [str(tmp_path / f"{name}.{kind}") for name in ("with", "without")]
+        rows = Rows(files, Data(image_keys=()))
+        assert [row.category for row in rows] == ["01", ""], kind
+        assert [row.category for row in rows.texts()] == ["01", ""]
+        assert [row.category for row in read_rows(files, image_keys=(), category_key=None)] == [
+            ""
+        ] * 2
+
+
 def test_bad_files_and_columns_are_named(tmp_path: Path) -> None:
     file = write(tmp_path / "x.parquet", [[b"1"]], pa.list_(pa.binary()))
     with pytest.raises(ValueError, match=r"missing\.parquet: no such data file"):
