@@ -5,6 +5,9 @@ from typing import Literal
 
 from megavlm.config.section import Section, bounded, follows
 
+# Formats of images. Pillow's other decoders are rarely needed and have had more vulnerabilities.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Section):

@@ -8,10 +8,8 @@ from io import BytesIO
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from megavlm import git_lfs
+from megavlm.config.data import IMAGE_FORMATS
 
-# Formats of training data. Pillow's other decoders are rarely needed and have had more
-# vulnerabilities.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 2**26  # 64 megapixels: 192 MiB as RGB
 
 # Errors that Pillow raises for broken content. Its own errors are OSErrors. TypeError is raised for
@@ -46,8 +44,8 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     transformers. 16-bit grey values are scaled to 8 bits, because Pillow alone would clip nearly
     all of them to white.
 
-    Raises ValueError for bytes that are not an image in one of FORMATS, are truncated, or declare
-    more than max_pixels. The size is checked before any pixel is decoded.
+    Raises ValueError for bytes that are not an image in one of IMAGE_FORMATS, are truncated, or
+    declare more than max_pixels. The size is checked before any pixel is decoded.
     """
     with _open(data, max_pixels) as image:
         try:
@@ -82,11 +80,11 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
         with warnings.catch_warnings():
             # max_pixels is lower than the limit at which Pillow warns.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(BytesIO(data), formats=FORMATS)
+            image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)
     except UnidentifiedImageError:
         if git_lfs.is_pointer(data):
             raise ValueError(git_lfs.FETCH) from None
-        raise ValueError(f"not an image in one of {', '.join(FORMATS)}") from None
+        raise ValueError(f"not an image in one of {', '.join(IMAGE_FORMATS)}") from None
     except Image.DecompressionBombError as error:
         raise ValueError(f"larger than the limit of {max_pixels} pixels ({error})") from error
     except _DECODE_ERRORS as error:

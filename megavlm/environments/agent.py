@@ -22,6 +22,7 @@ from PIL import Image as Picture
 
 from megavlm.config.import_path import import_object
 from megavlm.environments.base import Context, Observation, Step, scored
+from megavlm.limited.wire import json_bytes
 from megavlm.rewards.base import Example
 
 GATEWAY = "gateway"  # environment.name
@@ -107,7 +108,7 @@ class Agent:
             preexec_fn=partial(_prctl, _PR_SET_PDEATHSIG, signal.SIGKILL),
         )
         self._resources.callback(_kill, process)
-        row = json.dumps(_row_values(self._row, folder), default=str).encode()
+        row = json_bytes(_row_values(self._row, folder))
         printed, errors = await process.communicate(row)
         if process.returncode:
             shown = errors.decode(errors="replace").strip()[-SHOWN_ERROR:]

@@ -51,6 +51,8 @@ class Image:
     def of(cls, picture: Any) -> "Image":
         """Encode a picture of Pillow, or an array [H, W, 3] uint8."""
         picture = picture if isinstance(picture, Picture.Image) else Picture.fromarray(picture)
+        if picture.mode in ("CMYK", "YCbCr", "LAB", "HSV", "F"):  # PNG has none of them
+            picture = picture.convert("RGB")
         file = BytesIO()
         picture.save(file, "PNG", compress_level=1)
         return cls(file.getvalue())

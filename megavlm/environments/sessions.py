@@ -78,17 +78,18 @@ class SessionProcess(ChildProcess):
 
     def send(self, message: Mapping[str, Any]) -> Future:
         """Send a message, and return the future of its reply. The future raises CallFailure if the
-        process ends.
+        process ends. Raises CallFailure itself for a value that cannot be sent.
         """
+        number = next(self._ids)
+        sent = frame({**message, "id": number})
         reply: Future = asyncio.get_running_loop().create_future()
         if self._failure is not None:
             reply.set_exception(CallFailure(*self._failure))
             return reply
         # Nobody may wait for it any more when the process ends.
         reply.add_done_callback(lambda done: done.cancelled() or done.exception())
-        number = next(self._ids)
         self._waiting[number] = reply
-        self._transport.write(frame({**message, "id": number}))
+        self._transport.write(sent)
         return reply
 
     def tell(self, message: Mapping[str, Any]) -> None:
@@ -202,7 +203,7 @@ class RemoteEnvironment:
     async def reset(self, row: Example, seed: int) -> Observation:
         context = self._context
         values = {
-            "row": wire.pack_row(row),
+            "row": asdict(row),
             "seed": seed,
             "max_turns": context.max_turns,
             "chat": asdict(context.chat),

@@ -1,51 +1,52 @@
-"""Rows, observations and steps as JSON, between the trainer and processes of environments."""
+"""Rows, observations and steps as messages between the trainer and processes of environments
+(megavlm/limited/wire.py).
+"""
 
-import base64
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from megavlm.environments.base import ChatMessage, Content, Image, Observation, Step
 from megavlm.rewards.base import Example, Score
 
 
-def pack_row(row: Example) -> dict[str, Any]:
-    return {**asdict(replace(row, images=())), "images": [_text(image) for image in row.images]}
-
-
 def unpack_row(values: Mapping[str, Any]) -> Example:
-    images = tuple(map(base64.b64decode, values["images"]))
-    return Example(**{**values, "images": images, "chat": tuple(values["chat"])})
+    return Example(**{**values, "images": tuple(values["images"]), "chat": tuple(values["chat"])})
 
 
 def pack_observation(shown: Observation) -> dict[str, Any]:
     return {
         "messages": [_pack_message(message) for message in shown.messages],
-        "images": [_text(image) for image in shown.images],
+        "images": list(shown.images),
         "tools": [dict(tool) for tool in shown.tools],
     }
 
 
 def unpack_observation(values: Mapping[str, Any]) -> Observation:
     messages = [{**m, "content": _unpack_content(m["content"])} for m in values["messages"]]
-    return Observation(messages, tuple(map(base64.b64decode, values["images"])), values["tools"])
+    return Observation(messages, tuple(values["images"]), values["tools"])
 
 
 def _pack_message(message: ChatMessage) -> dict[str, Any]:
     content = message["content"]
     if not isinstance(content, str):
-        content = [{"image": _text(p.data)} if isinstance(p, Image) else p for p in content]
+        content = [p.data if isinstance(p, Image) else _text(p) for p in content]
     return {**message, "content": content}
 
 
 def _unpack_content(content: Any) -> Content:
     if isinstance(content, str):
         return content
-    return [Image(base64.b64decode(p["image"])) if _is_image(p) else p for p in content]
+    return [Image(p) if isinstance(p, bytes) else p for p in content]
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.keys() == {"image"}
+def _text(part: Any) -> str:
+    if not isinstance(part, str):
+        raise TypeError(
+            f"a message's content has {part!r:.80}: give texts and images, with Image.of for a "
+            "picture of Pillow or an array"
+        )
+    return part
 
 
 def pack_step(step: Step) -> dict[str, Any]:
@@ -75,7 +76,3 @@ def unpack_step(values: Mapping[str, Any]) -> Step:
 
 def unpack_sizes(values: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     return {digest: (width, height) for digest, (width, height) in values.items()}
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()

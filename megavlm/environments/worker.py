@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 
@@ -19,6 +19,7 @@ from megavlm.environments import registry, wire
 from megavlm.environments.base import ChatFormat, Context, Environment
 from megavlm.environments.tools.load import OpenTools, Toolbox, load_tools
 from megavlm.environments.tools.tool import marked_names
+from megavlm.limited.failure import CallFailure
 from megavlm.limited.limits import has_children, limit
 from megavlm.limited.wire import frame, receive
 from megavlm.process import allow_open_files
@@ -180,11 +181,10 @@ class Session:
 
     async def _answer(self, message: Mapping[str, Any]) -> None:
         try:
-            reply = await self._play(message)
-        # The user's code may raise anything, including SystemExit.
+            self._reply(await self._play(message))
+        # The user's code may raise anything, including SystemExit, and return what cannot be sent.
         except BaseException as error:
-            reply = failed(error)
-        self._reply(reply)
+            self._reply(failed(error))
 
     async def _play(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if "step" in message:
@@ -224,7 +224,7 @@ class Session:
         score: asyncio.Future[Score] = self._loop.create_future()
         self._scores[number] = score
         self._worker.send(
-            {"session": self._number, "ask": number, "text": text, "row": wire.pack_row(row)}
+            {"session": self._number, "ask": number, "text": text, "row": asdict(row)}
         )
         return await score
 
@@ -233,6 +233,8 @@ def failed(error: BaseException) -> dict[str, Any]:
     """Return the failure of a call that raised `error`."""
     if isinstance(error, MemoryError):
         return {"failure": "memory", "message": "out of memory"}
+    if isinstance(error, CallFailure):
+        return {"failure": error.kind, "message": error.message}
     return {"failure": "exception", "message": f"{type(error).__name__}: {error}"[:500]}
 
 

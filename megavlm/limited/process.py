@@ -132,9 +132,12 @@ class LimitedProcess(ChildProcess):
         return reply
 
     def _exchange(self, message: Any, seconds: float) -> dict[str, Any]:
-        """Send a message and return the reply. Every failure ends the process."""
+        """Send a message and return the reply. Every failure ends the process, but for a message
+        that cannot be sent.
+        """
+        sent = frame(message)
         try:
-            return self._wait(message, time.monotonic() + seconds, seconds)
+            return self._wait(sent, time.monotonic() + seconds, seconds)
         except TimeoutError:
             self.kill()
             raise CallFailure("timeout", f"no answer in {seconds:g} s") from None
@@ -144,9 +147,9 @@ class LimitedProcess(ChildProcess):
             self.kill()
             raise
 
-    def _wait(self, message: Any, deadline: float, seconds: float) -> dict[str, Any]:
+    def _wait(self, sent: bytes, deadline: float, seconds: float) -> dict[str, Any]:
         self.control.settimeout(seconds)
-        self.control.sendall(frame(message))
+        self.control.sendall(sent)
         self._printed.clear()
         output = self.output.fileno()
         replies = Replies(self._max_reply)

@@ -1,27 +1,64 @@
 """Messages between the trainer and a process with limits: JSON with a length prefix. JSON is used
-instead of pickle because replies are untrusted.
+instead of pickle because replies are untrusted. Bytes arrive as bytes; times and decimals, as text.
 """
 
+import base64
 import json
 import socket
 import struct
+from collections.abc import Callable
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 from megavlm.limited.failure import CallFailure
 
 HEAD = struct.Struct("!Q")
+_BYTES = "\0bytes"  # no user's object has this key
 
 
 def frame(message: Any) -> bytes:
-    """Encode a message. Values that JSON does not support (times, bytes) become text."""
-    body = json.dumps(message, default=str).encode()
+    """Encode a message. Raises CallFailure for a value that JSON cannot hold."""
+    body = _encoded(message, lambda data: {_BYTES: base64.b64encode(data).decode()})
     return HEAD.pack(len(body)) + body
+
+
+def json_bytes(values: Any) -> bytes:
+    """Encode values for a service or a program. Bytes become {"base64": ...}, times and decimals
+    text. Raises CallFailure for a value that JSON cannot hold.
+    """
+    return _encoded(
+        values, lambda data: {"base64": base64.b64encode(data).decode()}, allow_nan=False
+    )
+
+
+def _encoded(values: Any, of_bytes: Callable[[bytes], Any], *, allow_nan: bool = True) -> bytes:
+    def default(value: Any) -> Any:
+        if isinstance(value, bytes | bytearray | memoryview):
+            return of_bytes(bytes(value))
+        if isinstance(value, date | time | timedelta | Decimal | UUID):
+            return str(value)
+        raise TypeError(f"{value!r:.80} is a {type(value).__name__}, which has no form in JSON")
+
+    try:
+        return json.dumps(values, default=default, allow_nan=allow_nan).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CallFailure("value", f"a value cannot be sent: {error}") from error
+
+
+def _decoded(body: bytes | bytearray) -> Any:
+    return json.loads(body, object_hook=_bytes_of)
+
+
+def _bytes_of(values: dict[str, Any]) -> Any:
+    return base64.b64decode(values[_BYTES]) if values.keys() == {_BYTES} else values
 
 
 def receive(control: socket.socket) -> Any:
     """Return the next message, or None at the end of the stream."""
     head = _exactly(control, HEAD.size)
-    return None if head is None else json.loads(_exactly(control, HEAD.unpack(head)[0]) or b"null")
+    return None if head is None else _decoded(_exactly(control, HEAD.unpack(head)[0]) or b"null")
 
 
 def _exactly(control: socket.socket, size: int) -> bytes | None:
@@ -61,8 +98,8 @@ class Replies:
 
 def _parse(body: bytearray) -> dict[str, Any]:
     try:
-        value = json.loads(body)
-    except ValueError as error:
+        value = _decoded(body)
+    except (TypeError, ValueError, RecursionError) as error:
         raise CallFailure("value", "a reply that is not JSON") from error
     if not isinstance(value, dict):
         raise CallFailure("value", "a reply that is not an object")

@@ -119,10 +119,15 @@ def last_tagged(text: str, name: str = "answer") -> str | None:
 
 
 def after_thinking(text: str) -> str:
-    """Return the text after the last </think>, or the whole text if there is none. A thought that
-    is not closed ends at <answer>.
+    """Return the text after the first </think>, which ends a thought for SGLang's parsers too, or
+    the whole text if there is none. A </think> in the arguments of a tool call is text, unless a
+    <think> comes before it. A thought that is not closed ends at <answer>.
     """
-    return _OPEN_THOUGHT.sub("", text.rpartition("</think>")[2])
+    thought, closed, rest = text.partition("</think>")
+    in_call = thought.rfind("<tool_call>") > thought.rfind("</tool_call>")
+    if closed and ("<think>" in thought or not in_call):
+        return rest
+    return text if closed else _OPEN_THOUGHT.sub("", text)
 
 
 def unwrapped(text: str) -> str:

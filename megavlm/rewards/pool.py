@@ -1,6 +1,5 @@
 """Reward functions in a pool of processes with limits."""
 
-import base64
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -58,7 +57,7 @@ class RewardPool:
             context: dict[str, Any] = {}
             for name in self.takes[function].context:
                 if name == "images":  # sent once, because all responses are to the same images
-                    context[name] = [base64.b64encode(image).decode() for image in images]
+                    context[name] = list(images)
                 elif name == "token_ids":
                     context[name] = [np.asarray(of_one.token_ids).tolist() for of_one in details]
                 else:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from megavlm.limited.failure import CallFailure
+from megavlm.limited.wire import json_bytes
 from megavlm.rewards.base import Example
 from megavlm.rewards.boxed import after_thinking
 from megavlm.rewards.options import check_number
@@ -183,7 +184,7 @@ class RemoteReward:
 
     async def _post(self, body: Any) -> Any:
         problem = _TryAgain("")
-        content = json.dumps(body, default=str).encode()
+        content = json_bytes(body)
         async with self._slots:
             for attempt in range(self._options.attempts):
                 if attempt:

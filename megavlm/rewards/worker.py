@@ -5,7 +5,6 @@ and then answers one request at a time. Its standard output is a pipe; the train
 """
 
 import asyncio
-import base64
 import inspect
 import socket
 import sys
@@ -45,8 +44,7 @@ def run_reward(
     """Return {scores}, one for each response of the request, or the failure of the function."""
     responses, row, context = request["responses"], request["row"], request["context"]
     if "images" in context:
-        images = [base64.b64decode(image) for image in context["images"]]
-        context["images"] = [images] * len(responses)
+        context["images"] = [context["images"]] * len(responses)
     try:
         if is_group:
             rows = [dict(row) for _ in responses]

@@ -1,6 +1,7 @@
 """Environments of gymnasium, for environment.name=gymnasium."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,9 +11,8 @@ from gymnasium import spaces
 
 from megavlm.environments.adapters.messages import mistake, opening, written_action
 from megavlm.environments.base import Context, Image, Observation, Step
+from megavlm.environments.content import parts_of
 from megavlm.rewards.base import Example
-
-_PICTURE = 32  # pixels: an array with a shorter side is data, such as a board
 
 
 class Gymnasium:
@@ -83,7 +83,7 @@ class Gymnasium:
 
     def parts(self, observation: Any) -> list[str | Image]:
         """Return what the policy sees of an observation."""
-        parts = [] if self._show == "render" else _parts(observation)
+        parts = [] if self._show == "render" else parts_of(observation)
         return parts if self._show == "observation" else [Image.of(self.env.render()), *parts]
 
     def read(self, text: str) -> Any:
@@ -99,7 +99,7 @@ class Gymnasium:
         try:
             action = text if isinstance(space, spaces.Text) else _cast(json.loads(text), space)
             fits = space.contains(action)
-        except (KeyError, TypeError, ValueError, OverflowError):
+        except (AttributeError, TypeError, ValueError, OverflowError, RecursionError):
             fits = False
         if not fits:
             raise ValueError(f"{text[:40]!r} is not an action; actions are {space}")
@@ -107,41 +107,33 @@ class Gymnasium:
 
 
 def _cast(value: Any, space: Any) -> Any:
-    """Return a value that was read from JSON with the types of a space."""
+    """Return a value that was read from JSON with the types of a space. Raises TypeError or
+    ValueError for one that a space holds only after it is changed.
+    """
     if isinstance(space, spaces.Dict):
+        if value.keys() != space.keys():
+            raise ValueError
         return {name: _cast(value[name], part) for name, part in space.items()}
     if isinstance(space, spaces.Tuple):
         return tuple(_cast(one, part) for one, part in zip(value, space.spaces, strict=True))
-    return (
-        value if isinstance(space, spaces.Discrete | spaces.Text) else np.array(value, space.dtype)
-    )
+    if isinstance(space, spaces.Text):
+        return value
+    _check_numbers(value)
+    if isinstance(space, spaces.Discrete):
+        return value
+    given = np.array(value)
+    array = given.astype(space.dtype)
+    if np.issubdtype(array.dtype, np.integer) and not np.array_equal(array, given):
+        raise ValueError
+    return array
 
 
-def _parts(observation: Any) -> list[str | Image]:
-    """Return the images of an observation, and the rest as text: JSON unless it is text."""
-    if _is_picture(observation):
-        return [Image.of(observation.squeeze())]
-    images = list[str | Image]()
-    value = _plain(observation, images)
-    return [*images, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
-
-
-def _plain(value: Any, images: list[str | Image]) -> Any:
-    """Return a value for JSON, and move its images to `images`."""
-    if _is_picture(value):
-        images.append(Image.of(value.squeeze()))
-        return f"image {len(images)}"
-    if isinstance(value, Mapping):
-        return {str(name): _plain(part, images) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part, images) for part in value]
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-
-
-def _is_picture(value: Any) -> bool:
-    return (
-        isinstance(value, np.ndarray)
-        and value.dtype == np.uint8
-        and (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (1, 3)))
-        and min(value.shape[:2]) >= _PICTURE
-    )
+def _check_numbers(value: Any) -> None:
+    """Raise TypeError or ValueError for a value that is not a finite number or a list of them: for
+    numpy, true is 1 and "1" is a number.
+    """
+    if isinstance(value, list):
+        for one in value:
+            _check_numbers(one)
+    elif isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError

@@ -2,20 +2,30 @@
 
 import asyncio
 import base64
+import json
 import os
 import shlex
 import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from typing import IO, Any
 
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
-from mcp.types import EmbeddedResource, ImageContent, TextContent, TextResourceContents
+from mcp.types import (
+    CallToolResult,
+    EmbeddedResource,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
 
 from megavlm.environments.base import Image
-from megavlm.environments.tools.tool import Tool, ToolError, untitled
+from megavlm.environments.content import is_picture
+from megavlm.environments.tools.schemas import shortened, strict_json
+from megavlm.environments.tools.tool import Tool, ToolError
 
 START_SECONDS = 60.0
 # A server by command must not outlive its episode's thread, also where that is killed.
@@ -77,7 +87,7 @@ class MCPServer:
             {
                 "name": tool.name,
                 "description": tool.description or "",
-                "parameters": untitled(tool.input_schema),
+                "parameters": shortened(tool.input_schema),
             }
             for tool in tools
         ]
@@ -116,21 +126,62 @@ class MCPSession:
         if self._task.done():
             raise ToolError(f"{name}: the server has ended ({_reason(self._task.exception())})")
         result = await self._client.result().call_tool(name, arguments)
-        parts = [_part(block) for block in result.content]
-        text = "\n".join(part for part in parts if isinstance(part, str))
-        if result.is_error:
-            raise ToolError(f"{name}: {text}")
-        return parts if any(isinstance(part, Image) for part in parts) else text
+        return shown(name, result)
+
+
+def shown(name: str, result: CallToolResult) -> str | list[str | Image]:
+    """Return the result of a tool as the policy sees it. Raises ToolError if it is an error."""
+    parts = [_part(block) for block in result.content]
+    texts = [part for part in parts if isinstance(part, str)]
+    if not _repeats(texts, result.structured_content):
+        texts.append(json.dumps(result.structured_content, ensure_ascii=False))
+        parts.append(texts[-1])
+    if result.is_error:
+        num_images = len(parts) - len(texts)
+        texts += [f"({num_images} images, which an error does not show)"] * bool(num_images)
+        raise ToolError(f"{name}: " + "\n".join(texts))
+    return parts if len(texts) < len(parts) else "\n".join(texts)
+
+
+def _repeats(texts: Sequence[str], structured: Any) -> bool:
+    """Return True if the texts say the structured content, as servers should do for clients that
+    do not read it. A value that is no object is its `result`.
+    """
+    alone = isinstance(structured, dict) and structured.keys() == {"result"}
+    value = structured["result"] if alone else structured
+    read = list(map(_read, texts))
+    return structured is None or (
+        bool(texts) and (structured in read or value in (texts, read, *texts, *read))
+    )
+
+
+def _read(text: str) -> Any:
+    try:
+        return strict_json.decode(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _part(block: Any) -> str | Image:
-    if isinstance(block, ImageContent):
-        return Image(base64.b64decode(block.data))
     if isinstance(block, TextContent):
         return block.text
+    if isinstance(block, ResourceLink):
+        about = (block.title or block.name, block.uri, block.mime_type, block.description)
+        return f"(a link: {', '.join(filter(None, about))})"
     if isinstance(block, EmbeddedResource) and isinstance(block.resource, TextResourceContents):
         return block.resource.text
-    return f"(a part of type {block.type}, which cannot be shown)"
+    if isinstance(block, EmbeddedResource):
+        what, kind = f"the file {block.resource.uri}", block.resource.mime_type
+        data = base64.b64decode(block.resource.blob)
+    else:
+        what, kind, data = (
+            f"a part of type {block.type}",
+            block.mime_type,
+            base64.b64decode(block.data),
+        )
+    if is_picture(data):
+        return Image(data)
+    return f"({what}, {kind or 'of unknown type'}, {len(data)} bytes, which cannot be shown)"
 
 
 def _reason(error: BaseException | None) -> str:

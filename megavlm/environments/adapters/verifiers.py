@@ -20,7 +20,6 @@ from megavlm.config.import_path import IMPORT_PATH, import_object
 from megavlm.environments.adapters.messages import in_parts
 from megavlm.environments.base import ChatMessage, Context, Image, Observation, Step, scored
 from megavlm.environments.tools.calls import MalformedCall, read_reply
-from megavlm.environments.tools.tool import read_arguments
 from megavlm.numbers import at_least
 from megavlm.rewards.base import Example, Score
 
@@ -68,15 +67,18 @@ class Verifiers:
         reply = read_reply(text, self._chat)
         calls = list[ToolCall]()
         for call in reply.calls if self._tools else ():
-            if isinstance(call, MalformedCall):
-                shown = Observation([{"role": "tool", "content": f"error: {call}"}])
+            try:
+                if isinstance(call, MalformedCall):
+                    raise call
+                tool = self._tools.get(call.name)
+                arguments = call.typed(tool.parameters if tool else {})
+            except MalformedCall as error:
+                shown = Observation([{"role": "tool", "content": f"error: {error}"}])
                 return Step(shown, 0.0, False, {"counts": {"tool_errors": 1}})
-            tool = self._tools.get(call.name)
-            arguments = read_arguments(call.arguments, tool.parameters if tool else {})
             identifier = f"call_{len(self._prompt)}_{len(calls)}"
             calls.append(ToolCall(id=identifier, name=call.name, arguments=json.dumps(arguments)))
         message = ResponseMessage(
-            content=reply.text if self._tools else text.rpartition("</think>")[2].strip(),
+            content=reply.text if self._tools else reply.answer,
             reasoning_content=reply.thought or None,
             tool_calls=calls or None,
             finish_reason="tool_calls" if calls else "stop",

@@ -1,5 +1,5 @@
-"""Tool calls in a response, read strictly: a form that a chat server's parser would not accept is
-not trained to work here either.
+"""Thoughts and tool calls in a response, read as strictly as the parsers of SGLang or more: a form
+that a chat server does not accept is not trained to work here either.
 
 A call is written between <tool_call> and </tool_call>, each on a line of its own, either as a JSON
 object with `name` and `arguments` (Qwen2.5-VL, Qwen3-VL), or as tags (Qwen3.5 and later):
@@ -9,24 +9,36 @@ object with `name` and `arguments` (Qwen2.5-VL, Qwen3-VL), or as tags (Qwen3.5 a
     VALUE
     </parameter>
     </function>
+
+A call is read from its beginning on, so that its arguments may quote any of these marks that its
+own form does not end them by.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megavlm.environments.base import ChatFormat
+from megavlm.environments.tools.schemas import properties, strict_json, typed
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_FUNCTION = re.compile(r"<function=([^<>\s]+)>\n(.*)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n(.*?)\n?</parameter>\s*", re.DOTALL)
+# In the middle of a sentence, <tool_call> is a word.
+_CALL = re.compile(rf"{_OPEN}(?=\s*(?:\n|\{{|<function=|\Z))")
+_SPACE = re.compile(r"\s*")
+_JSON_END = re.compile(rf"\s*\n{_CLOSE}")
+_FUNCTION = re.compile(r"\s*<function=([^<>\s]+)>\n")
+_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n")
+# SGLang ends a value at each of them.
+_VALUE_END = re.compile(r"</parameter>|<parameter=|</function>")
+_FUNCTION_END = re.compile(rf"</function>\s*\n{_CLOSE}")
 _FORMS = {
     "json": 'a JSON object on lines of its own: {"name": NAME, "arguments": {...}}',
     "xml": "<function=NAME>, <parameter=KEY> with its value, </parameter> and </function>, each on "
     "a line of its own",
 }
+_LINES = f"{_OPEN} and {_CLOSE} stand on lines of their own; write "
 
 
 class MalformedCall(ValueError):
@@ -35,10 +47,32 @@ class MalformedCall(ValueError):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call. arguments: Values by name, which are all text in the form of tags."""
+    """A tool call.
+
+    arguments: Values by name, as they are written. has_types: False in the form of tags, where all
+        values are text.
+    """
 
     name: str
     arguments: Mapping[str, Any]
+    has_types: bool = True
+
+    def typed(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments, in the form of tags with the types that a schema gives them. Values
+        in JSON have their types.
+
+        parameters: JSON schema of the tool's parameters. Raises MalformedCall for a text that has
+        no value of its type.
+        """
+        if self.has_types:
+            return dict(self.arguments)
+        known, values = properties(parameters), dict[str, Any]()
+        for name, text in self.arguments.items():
+            try:
+                values[name] = typed(text, known.get(name))
+            except ValueError as error:
+                raise MalformedCall(f"{self.name}: {name}: {error}") from error
+        return values
 
 
 @dataclass(frozen=True)
@@ -46,11 +80,13 @@ class Reply:
     """A response in parts.
 
     thought: The thought before the text; "" if there is none.
-    text: The text without thought and calls.
+    answer: The response without the thought.
+    text: The answer without calls.
     calls: The tool calls, in order; an error for each one that is malformed.
     """
 
     thought: str
+    answer: str
     text: str
     calls: tuple[ToolCall | MalformedCall, ...]
 
@@ -59,30 +95,43 @@ def read_reply(response: str, chat: ChatFormat) -> Reply:
     """Split a response into its thought, its text and its tool calls. Calls in a thought are not
     read, because the policy only thinks of them.
     """
-    thought, closed, rest = response.rpartition("</think>")
-    if not closed and (chat.opens_thought or response.lstrip().startswith("<think>")):
-        thought, rest = response, ""  # it was cut in its thought
-    thought = thought.strip().removeprefix("<think>").strip()
-    text, *blocks = rest.split(_OPEN)
-    texts, calls = [text], list[ToolCall | MalformedCall]()
-    for block in blocks:
-        call, closed, after = block.partition(_CLOSE)
-        texts.append(after)
+    thought, answer = _split_thought(response, chat.opens_thought)
+    call: ToolCall | MalformedCall
+    texts, calls, place = list[str](), list[ToolCall | MalformedCall](), 0
+    while mark := _CALL.search(answer, place):
+        texts.append(answer[place : mark.start()])
         try:
-            if not closed:
-                raise MalformedCall(f"{_OPEN} is not closed by {_CLOSE}")
-            calls.append(_CALLS[chat.calls](call))
+            if not answer.startswith("\n", mark.end()):
+                raise MalformedCall(_LINES + _FORMS[chat.calls])
+            call, place = _CALLS[chat.calls](answer, mark.end())
         except MalformedCall as error:
-            calls.append(error)
-    return Reply(thought, "".join(texts).strip(), tuple(calls))
+            call, place = _malformed(answer, mark.end(), chat.calls, error)
+        calls.append(call)
+    texts.append(answer[place:])
+    return Reply(thought, answer.strip(), "".join(texts).strip(), tuple(calls))
 
 
-def _json_call(text: str) -> ToolCall:
+def _split_thought(response: str, opens_thought: bool) -> tuple[str, str]:
+    """Return the thought and the rest. A thought begins in the prompt or by <think>, and ends at
+    the first </think>, as for SGLang; a </think> without a thought is text.
+    """
+    before, closed, rest = response.partition("</think>")
+    begins = opens_thought or response.lstrip().startswith("<think>")
+    if not begins and not (closed and "<think>" in _CALL.split(before, maxsplit=1)[0]):
+        return "", response
+    return before.strip().removeprefix("<think>").strip(), rest  # no rest: cut in its thought
+
+
+def _json_call(text: str, start: int) -> tuple[ToolCall, int]:
+    """Read the call that begins at `start`, and return it with its end."""
     try:
-        call = json.loads(_lines(text, "json"))
-    except ValueError as error:
-        if isinstance(error, MalformedCall):
-            raise
+        call, end = strict_json.raw_decode(text, _after_space(text, start))
+        if (closed := _JSON_END.match(text, end)) is None:
+            raise json.JSONDecodeError("it goes on", text, _after_space(text, end))
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} at {_line(text, error.pos)!r}"
+        raise MalformedCall(f"the call is not JSON ({reason}); write {_FORMS['json']}") from error
+    except (ValueError, RecursionError) as error:  # NaN, a number of 5,000 digits, deep nesting
         raise MalformedCall(f"the call is not JSON ({error}); write {_FORMS['json']}") from error
     if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
         raise MalformedCall(f"the call has not a name and arguments alone; write {_FORMS['json']}")
@@ -90,33 +139,50 @@ def _json_call(text: str) -> ToolCall:
         raise MalformedCall(
             f"the call's name must be text and its arguments an object; write {_FORMS['json']}"
         )
-    return ToolCall(call["name"], call["arguments"])
+    return ToolCall(call["name"], call["arguments"]), closed.end()
 
 
-def _tagged_call(text: str) -> ToolCall:
-    function = _FUNCTION.fullmatch(_lines(text, "xml"))
-    if function is None:
+def _tagged_call(text: str, start: int) -> tuple[ToolCall, int]:
+    """Read the call that begins at `start`, and return it with its end."""
+    if (function := _FUNCTION.match(text, start)) is None:
         raise MalformedCall(f"the call is not closed as it is opened; write {_FORMS['xml']}")
-    name, body = function.groups()
-    arguments, place = dict[str, Any](), 0
-    for found in _PARAMETER.finditer(body):
-        if found.start() != place or found[1] in arguments:
+    arguments, place = dict[str, Any](), function.end()
+    while parameter := _PARAMETER.match(text, place):
+        end = _VALUE_END.search(text, parameter.end())
+        if parameter[1] in arguments or end is None or end[0] != "</parameter>":
             break
-        arguments[found[1]], place = found[2], found.end()
-    if place != len(body):
+        arguments[parameter[1]] = text[parameter.end() : end.start()].removesuffix("\n")
+        place = _after_space(text, end.end())
+    if (closed := _FUNCTION_END.match(text, place)) is None:
+        if text.startswith(_CLOSE, place):
+            raise MalformedCall(f"the call is not closed as it is opened; write {_FORMS['xml']}")
         raise MalformedCall(
-            f"the parameters cannot be read from {body[place:].strip()[:40]!r} on, or one is given "
+            f"the parameters cannot be read from {_line(text, place)!r} on, or one is given "
             f"twice; write {_FORMS['xml']}"
         )
-    return ToolCall(name, arguments)
+    return ToolCall(function[1], arguments, has_types=False), closed.end()
 
 
-def _lines(text: str, form: str) -> str:
-    if not (text.startswith("\n") and text.endswith("\n")):
-        raise MalformedCall(
-            f"{_OPEN} and {_CLOSE} stand on lines of their own; write {_FORMS[form]}"
-        )
-    return text.strip()
+def _line(text: str, start: int) -> str:
+    return text[start : start + 40].strip().partition("\n")[0]
 
 
+def _after_space(text: str, start: int) -> int:
+    space = _SPACE.match(text, start)
+    assert space is not None
+    return space.end()
+
+
+def _malformed(text: str, start: int, form: str, error: MalformedCall) -> tuple[MalformedCall, int]:
+    """Return the error of a call that cannot be read, and the end of the call."""
+    following = _CALL.search(text, start)
+    most = following.start() if following else len(text)
+    if (end := text.find(_CLOSE, start, most)) < 0:
+        return MalformedCall(f"{_OPEN} is not closed by {_CLOSE}"), most
+    if text[end - 1] != "\n":
+        error = MalformedCall(_LINES + _FORMS[form])
+    return error, end + len(_CLOSE)
+
+
+_CALLS: Mapping[str, Callable[[str, int], tuple[ToolCall, int]]]
 _CALLS = {"json": _json_call, "xml": _tagged_call}

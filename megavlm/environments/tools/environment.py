@@ -63,7 +63,8 @@ class ToolEnvironment:
             raise call
         if (tool := self._tools.get(call.name)) is None:
             raise ToolError(f"there is no tool {call.name}; there is {', '.join(self._tools)}")
-        return await tool.call(call.arguments, max(self._until - time.monotonic(), 0.0))
+        arguments = call.typed(tool.schema["parameters"])
+        return await tool.call(arguments, max(self._until - time.monotonic(), 0.0))
 
     async def finish(self, text: str, reply: Reply) -> Step:
         """Score the last response, which is the answer. reply: The response in parts."""

@@ -4,14 +4,15 @@ arguments.
 
 import asyncio
 import inspect
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
 
-from megavlm.environments.base import Content, Image
+from megavlm.environments.base import Content
+from megavlm.environments.content import content_of
+from megavlm.environments.tools.schemas import shortened
 
 _MARK = "_megavlm_tool"
 
@@ -25,8 +26,8 @@ class Tool:
     """A tool that a policy may call.
 
     schema: Its function in OpenAI's form: name, description and the JSON schema of its parameters.
-    function: Takes the arguments by name and returns text, an image, a list of both, or any other
-        value, which is shown as text. It may be async; otherwise it runs in a thread.
+    function: Takes the arguments by name and returns any value that `content_of` takes. It may be
+        async; otherwise it runs in a thread.
     """
 
     schema: Mapping[str, Any]
@@ -56,16 +57,16 @@ class Tool:
         except PydanticUserError as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"the tool {name} has a type without a schema: {reason}") from error
-        schema = {"name": name, "description": description, "parameters": untitled(parameters)}
+        schema = {"name": name, "description": description, "parameters": shortened(parameters)}
         return cls(schema, checked)
 
     async def call(self, arguments: Mapping[str, Any], seconds: float) -> Content:
         """Call the tool. Raises ToolError, with a sentence for the policy, if an argument is wrong,
-        the function raises, or there is no result in time.
+        the function raises, its result cannot be shown, or there is none in time.
         """
         try:
             async with asyncio.timeout(seconds):
-                result = await self._run(read_arguments(arguments, self.schema["parameters"]))
+                return content_of(await self._run(arguments))
         except ValidationError as error:
             raise ToolError(f"{self.name}: {_problems(error)}") from error
         except TimeoutError as error:
@@ -75,7 +76,6 @@ class Tool:
         # A tool may raise anything; it is an observation for the policy.
         except Exception as error:
             raise ToolError(f"{self.name}: {error or type(error).__name__}"[:500]) from error
-        return _content(result)
 
     async def _run(self, arguments: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(inspect.unwrap(self.function)):
@@ -105,46 +105,6 @@ def marked_names(environment: type) -> list[str]:
     return list(names)
 
 
-def _content(result: Any) -> Content:
-    if isinstance(result, str):
-        return result
-    if isinstance(result, Image):
-        return [result]
-    if isinstance(result, list | tuple) and any(isinstance(part, Image) for part in result):
-        return [part if isinstance(part, Image) else _shown(part) for part in result]
-    return _shown(result)
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def read_arguments(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Read arguments that are text, but not by the schema, as JSON: the form of tags has no other
-    types than text.
-    """
-    properties = parameters.get("properties", {})
-    read = dict(arguments)
-    for name, value in arguments.items():
-        if isinstance(value, str) and properties.get(name, {}).get("type") != "string":
-            try:
-                read[name] = json.loads(value)
-            except ValueError:
-                continue  # the check of its type names the problem
-    return read
-
-
 def _problems(error: ValidationError) -> str:
     found = error.errors(include_url=False, include_input=False, include_context=False)
     return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found)
-
-
-def untitled(schema: Any) -> Any:
-    """Return a JSON schema without titles, which repeat the names of arguments."""
-    if isinstance(schema, Mapping):
-        return {
-            key: untitled(value)
-            for key, value in schema.items()
-            if key != "title" or not isinstance(value, str)
-        }
-    return [untitled(item) for item in schema] if isinstance(schema, list) else schema

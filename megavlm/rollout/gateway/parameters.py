@@ -3,7 +3,7 @@ because log-probs must be those of the distribution that the trainer computes.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +76,7 @@ class ParameterReader:
                     )
             elif key not in _READ | _IGNORED:
                 raise BadRequest(f"the gateway does not know the parameter {key!r}: leave it out")
-        tools = given.get("tools", [])
-        if not isinstance(tools, Sequence) or not all(isinstance(x, Mapping) for x in tools):
-            raise BadRequest("tools must be a list of objects")
+        tools = _tools(given.get("tools", []))
         if given.get("tool_choice") == "none":
             tools = []
         options = given.get("stream_options", {})
@@ -100,6 +98,23 @@ class ParameterReader:
                 value,
             )
         self._said.add(key)
+
+
+def _tools(tools: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(tools, list):
+        raise BadRequest("tools must be a list of objects")
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not (
+            isinstance(function, Mapping)
+            and isinstance(function.get("name"), str)
+            and isinstance(function.get("parameters"), Mapping | None)
+        ):
+            raise BadRequest(
+                f"tools[{number}] must be an object with a `function`, which has a name and, as an "
+                "object, parameters"
+            )
+    return tools
 
 
 def _number(given: Mapping[str, Any], key: str) -> int | None:

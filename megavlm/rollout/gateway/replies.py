@@ -9,7 +9,6 @@ from typing import Any
 
 from megavlm.environments.base import ChatFormat
 from megavlm.environments.tools.calls import MalformedCall, ToolCall, read_reply
-from megavlm.environments.tools.tool import read_arguments
 from megavlm.rollout.gateway.messages import ChatMessage, ChatPart
 
 
@@ -42,27 +41,30 @@ def make_reply(
     text is a call.
     """
     read = read_reply(text, chat)
-    calls = [call for call in read.calls if isinstance(call, ToolCall)] if tools else []
-    malformed = [call for call in read.calls if isinstance(call, MalformedCall)] if tools else []
-    shown = read.text
-    if malformed or not tools:
-        calls = []
-        shown = "" if read.thought and not read.text else text.rpartition("</think>")[2].strip()
     schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
+    calls, num_malformed = list[tuple[str, Any]](), 0
+    for call in read.calls if tools else ():
+        try:
+            calls.append(_typed(call, schemas))
+        except MalformedCall:
+            num_malformed += 1
+    is_called = bool(calls) and not num_malformed
+    shown = read.text if is_called else read.answer
     message = ChatMessage(
         "assistant",
         (ChatPart(shown),) if shown else (),
-        tuple((call.name, _arguments(call, schemas)) for call in calls),
+        tuple(calls) if is_called else (),
         read.thought,
     )
     return ChatReply(
-        message, "tool_calls" if calls and finish == "stop" else finish, len(malformed)
+        message, "tool_calls" if is_called and finish == "stop" else finish, num_malformed
     )
 
 
-def _arguments(call: ToolCall, schemas: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = schemas.get(call.name, {}).get("parameters") or {}
-    return read_arguments(call.arguments, parameters)
+def _typed(call: ToolCall | MalformedCall, schemas: Mapping[str, Any]) -> tuple[str, Any]:
+    if isinstance(call, MalformedCall):
+        raise call
+    return call.name, call.typed(schemas.get(call.name, {}).get("parameters"))
 
 
 def _call(name: str, arguments: Any) -> dict[str, Any]:

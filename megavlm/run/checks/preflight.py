@@ -11,9 +11,9 @@ import difflib
 import importlib.util
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from megavlm.algorithms.registry import check as check_algorithm
@@ -31,6 +31,8 @@ from megavlm.environments.registry import built_in_environments, find_environmen
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import require_free
 from megavlm.inference.server_args import option_names
+from megavlm.limited.failure import CallFailure
+from megavlm.limited.wire import frame, json_bytes
 from megavlm.observability.trackers import check_trackers
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example
@@ -193,16 +195,34 @@ def _check_use(row: Row, config: Config, use: str | None) -> None:
         )
     if use == "dpo":
         rejected_row(row)
+    if use != "rewards":
+        return
     reward, name = config.reward, config.environment.name
+    parts = reward_parts(config)
+    is_program = name == GATEWAY and "command" in config.environment.options
+    is_remote = any(registry.is_remote(part.name) for part in parts)
+    _check_sent(row, json_bytes if is_program or is_remote else frame)
     is_own = name == GATEWAY or IMPORT_PATH.fullmatch(name)
-    if use != "rewards" or (is_own and not (reward.name or reward.parts)):
+    if is_own and not (reward.name or reward.parts):
         return  # a user's environment or agent may need no reward
     columns = Example(row.problem, row.answer, row.category, extra=row.extra).columns()
-    for part in reward_parts(config):
+    for part in parts:
         try:
             registry.check_reward_row(part.name, columns, part.options)
         except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
+
+
+def _check_sent(row: Row, encode: Callable[[Any], bytes]) -> None:
+    """Raise ValueError for an extra column that cannot be sent to a reward or an environment."""
+    for name, value in row.extra.items():
+        try:
+            encode(value)
+        except CallFailure as failure:
+            raise ValueError(
+                f"{row.source}: {name}: {failure.message}; take it out of data.extra_keys, or "
+                "store it as text or bytes"
+            ) from failure
 
 
 def check_server_args(rollout: Rollout) -> None:

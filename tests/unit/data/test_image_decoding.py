@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
-from megavlm.data.image_decoding import FORMATS, decode, image_size
+from megavlm.config.data import IMAGE_FORMATS
+from megavlm.data.image_decoding import decode, image_size
 from tests.conftest import LFS_POINTER
 from tests.support.samples import encode
 
@@ -162,7 +163,7 @@ def test_a_png_with_a_wrong_chunk_length_is_refused() -> None:
         decode(bytes(data))
 
 
-SAMPLES = [encode(Image.fromarray(NOISE), name) for name in FORMATS]
+SAMPLES = [encode(Image.fromarray(NOISE), name) for name in IMAGE_FORMATS]
 
 
 @settings(max_examples=100)

@@ -5,6 +5,8 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from megavlm.rewards.base import Example, Score
 from tests.support.timeouts import scaled
 
 ROW = Example("How many?", "3")
+MASK = b"\x89PNG\x00\xff"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,6 +131,29 @@ def test_each_session_gets_its_own_scores() -> None:
             found = await opened(made, 8)
             asked = [number(session, f"score {i}") for i, session in enumerate(found)]
             assert await asyncio.gather(*asked) == list(range(8))
+
+    asyncio.run(work())
+
+
+def test_bytes_arrive_as_bytes_and_what_cannot_be_sent_fails_its_call() -> None:
+    extra = {"mask": MASK, "deep": [{"bytes": MASK, "path": None}], "day": date(2026, 1, 2)}
+    row = Example("How many?", "3", images=(MASK,), extra=extra)
+
+    async def work() -> None:
+        async with pool() as made:
+            session = await made.make(CONTEXT)
+            await session.reset(row, 0)
+            step = await session.step("columns")
+            assert step.observation is not None
+            shown = repr(({**extra, "day": "2026-01-02"}, (MASK,)))
+            assert step.observation.messages[0]["content"] == shown
+            await session.step("score 1")  # the row goes to the reward and back
+            await fails(session.step("picture"), "texts and images, with Image.of for a picture")
+            await fails(session.step("set"), r"\{1\} is a set, which has no form in JSON")
+            assert await number(session, "keep") == 10, "the session goes on"
+            other = await made.make(CONTEXT)
+            odd = replace(row, extra={"odd": object()})
+            await fails(other.reset(odd, 0), "is a object, which has no form in JSON")
 
     asyncio.run(work())
 

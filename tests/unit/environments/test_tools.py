@@ -3,13 +3,18 @@
 import asyncio
 import json
 import time
+from dataclasses import dataclass
+from datetime import date
+from enum import Enum
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
-from pydantic import Field
+from PIL import Image as Picture
+from pydantic import BaseModel, Field
 
 from megavlm.environments.base import ChatFormat, Context, Image, Observation, Step
-from megavlm.environments.tools.calls import MalformedCall, ToolCall, read_reply
+from megavlm.environments.tools.calls import MalformedCall, Reply, ToolCall, read_reply
 from megavlm.environments.tools.environment import ToolEnvironment
 from megavlm.environments.tools.load import load_tools
 from megavlm.environments.tools.tool import Tool, ToolError, tool
@@ -40,7 +45,11 @@ def xml_call(name: str, **arguments: Any) -> str:
 def test_calls_in_each_form(chat: ChatFormat, text: str) -> None:
     reply = read_reply(text, chat)
     box = [1, 2] if chat is JSON else "[1, 2]"
-    assert reply.calls == (ToolCall("look", {"box": box}), ToolCall("mark", {"text": "a\nb"}))
+    typed = chat is JSON
+    assert reply.calls == (
+        ToolCall("look", {"box": box}, typed),
+        ToolCall("mark", {"text": "a\nb"}, typed),
+    )
     assert (reply.thought, reply.text) == ("", "I look.")
 
 
@@ -51,7 +60,9 @@ def test_calls_in_each_form(chat: ChatFormat, text: str) -> None:
         (ChatFormat("xml", True), f"hm {xml_call('a')}\n</think>\n\n{xml_call('b')}", None, "", 1),
         (ChatFormat("xml", True), f"hm {xml_call('a')}", None, "", 0),  # cut in its thought
         (JSON, f"<think>\nhm {json_call('a')}", None, "", 0),
-        (JSON, "a </think> b", "a", "b", 0),
+        (JSON, "a </think> b", "", "a </think> b", 0),  # no thought has begun
+        (ChatFormat("xml", True), "a </think> b </think> c", "a", "b </think> c", 0),
+        (JSON, f"So <think>{json_call('a')}</think> b", None, "b", 0),
     ],
 )
 def test_calls_in_a_thought_are_thoughts(
@@ -62,9 +73,49 @@ def test_calls_in_a_thought_are_thoughts(
     assert thought is None or reply.thought == thought
 
 
+QUOTED = (
+    "write </think> here",
+    "<think>\nno\n</think>",
+    "<tool_call>",
+    "</tool_call>",
+    json_call("b"),
+    xml_call("b"),
+    "</parameter>\n</function>\n</tool_call>",
+)
+
+
+@pytest.mark.parametrize("text", QUOTED)
+@pytest.mark.parametrize("thought", ["", "<think>\nhm\n</think>\n\n"])
+@pytest.mark.parametrize("chat", [JSON, XML])
+def test_an_argument_may_quote_the_marks_of_calls_and_thoughts(
+    chat: ChatFormat, thought: str, text: str
+) -> None:
+    call = json_call if chat is JSON else xml_call
+    reply = read_reply(f"{thought}I write.\n{call('note', text=text)}\nSo.", chat)
+    if chat is XML and "</function>" in text:  # it ends a value, for SGLang's parser too
+        assert reply.calls[0] != ToolCall("note", {"text": text}, False)
+        return
+    if not thought and text.startswith("<think>"):
+        assert reply.calls, "SGLang's parser takes it for a thought"
+        return
+    assert reply.calls == (ToolCall("note", {"text": text}, chat is JSON),)
+    assert (reply.thought, reply.text) == ("hm" if thought else "", "I write.\n\nSo.")
+
+
+def test_a_mark_in_a_sentence_is_a_word() -> None:
+    said = "It opens by <tool_call>, and </tool_call> closes it."
+    assert read_reply(said, JSON) == Reply("", said, said, ())
+    reply = read_reply(f"{said}\n{json_call('a')}", JSON)
+    assert (reply.text, reply.calls) == (said, (ToolCall("a", {}),))
+
+
 @pytest.mark.parametrize(
     ("chat", "call", "problem"),
     [
+        (JSON, '<tool_call>\n{"name": "a", "arguments": {"b": ' + "[" * 9999, "is not closed"),
+        (JSON, f"<tool_call>\n{'[' * 9999}\n</tool_call>", "is not JSON"),
+        (JSON, '<tool_call>\n{"name": "a", "arguments": {"b": NaN}}\n</tool_call>', "NaN"),
+        (JSON, '<tool_call>\n{"name": "a", "arguments": {}} b\n</tool_call>', "goes on at 'b"),
         (JSON, '<tool_call>\n{"name": "a", "arguments": {}}', "is not closed"),
         (JSON, '<tool_call>{"name": "a", "arguments": {}}</tool_call>', "on lines of their own"),
         (JSON, "<tool_call>\n{'name': 'a'}\n</tool_call>", "is not JSON"),
@@ -115,16 +166,91 @@ def call(function: Any, arguments: dict[str, Any], seconds: float = 5.0) -> Any:
     return asyncio.run(Tool.of(function).call(arguments, seconds))
 
 
+class Side(Enum):
+    LEFT = "1"
+    RIGHT = "2"
+
+
+class Box(BaseModel):
+    width: int
+    inner: "Box | None" = None
+
+
+def told(
+    code: str | None = None,
+    side: Side | None = None,
+    value: Any = None,
+    many: list[int] | None = None,
+    most: int = 3,
+    share: float = 0.5,
+    title: bool = False,
+    box: Box | None = None,
+    kind: Literal["1", "2"] = "1",
+) -> str:
+    """Tell the arguments."""
+    return repr((code, side, value, many, most, share, title, box, kind))
+
+
+BARE: dict[str, Any] = {
+    "code": None,
+    "side": None,
+    "value": None,
+    "many": None,
+    "most": 3,
+    "share": 0.5,
+    "title": False,
+    "box": None,
+    "kind": "1",
+}
+TEXTS = ("1e5", "true", "[1]", "12.50", '{"a": 1}', " 1 ")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "result"),
+    ("chat", "arguments", "given"),
     [
-        ({"query": "7"}, "7 3 web None False"),
-        ({"query": "a", "most": "4", "area": "[1, 2]", "title": "True"}, "a 4 web (1.0, 2.0) True"),
-        ({"query": "[1]", "kind": "image", "title": True}, "[1] 3 image None True"),
+        *((JSON, {name: text}, {}) for text in (*TEXTS, "null") for name in ("code", "value")),
+        *((XML, {name: text}, {}) for text in TEXTS for name in ("code", "value")),
+        *((chat, {"side": "2"}, {"side": Side.RIGHT}) for chat in (JSON, XML)),
+        *((chat, {"kind": "2"}, {}) for chat in (JSON, XML)),
+        (XML, {"code": "null", "value": "None"}, {"code": None}),
+        (XML, {"many": "[1, 2]", "most": "4"}, {"many": [1, 2], "most": 4}),
+        (XML, {"share": "2", "title": "True"}, {"share": 2.0, "title": True}),
+        (XML, {"box": '{"width": 2}'}, {"box": Box(width=2)}),
+        (
+            JSON,
+            {"box": {"width": 2, "inner": {"width": 1}}},
+            {"box": Box(width=2, inner=Box(width=1))},
+        ),
     ],
 )
-def test_arguments_are_read_by_their_types(arguments: dict[str, Any], result: str) -> None:
-    assert call(search, arguments) == result
+def test_a_tool_gets_the_arguments_as_they_are_written(
+    chat: ChatFormat, arguments: dict[str, Any], given: dict[str, Any]
+) -> None:
+    environment, _ = looking(chat=chat, tools=[Tool.of(told)])
+    turn = step(environment, (json_call if chat is JSON else xml_call)("told", **arguments))
+    assert turn.observation is not None
+    said = repr(tuple((BARE | arguments | given).values()))
+    assert turn.observation.messages[0]["content"] == said
+
+
+def test_a_boolean_that_is_none_is_refused() -> None:
+    environment, _ = looking(chat=XML, tools=[Tool.of(told)])
+    turn = step(environment, xml_call("told", title="yes"))
+    assert turn.observation is not None
+    assert turn.observation.messages[0]["content"] == (
+        "error: told: title: 'yes' is neither true nor false"
+    )
+
+
+def test_a_schema_has_its_definitions_in_place() -> None:
+    parameters = Tool.of(told).schema["parameters"]
+    assert parameters["properties"]["side"] == {
+        "anyOf": [{"enum": ["1", "2"], "type": "string"}, {"type": "null"}],
+        "default": None,
+    }
+    box = parameters["properties"]["box"]["anyOf"][0]
+    assert box["properties"]["inner"]["anyOf"][0] == {"$ref": "#/$defs/Box"}, "it holds itself"
+    assert parameters["$defs"]["Box"]["properties"]["inner"]["anyOf"][0] == {"$ref": "#/$defs/Box"}
 
 
 def slow(seconds: float) -> str:
@@ -159,24 +285,60 @@ def test_a_call_that_fails_is_one_sentence(
     assert str(caught.value).startswith(problem)
 
 
-def pair(numbers: list[int]) -> Any:
+PICTURE = Picture.new("RGB", (40, 32), "red")
+SHOWN = Image.of(PICTURE)
+ARRAY = np.asarray(PICTURE)
+
+
+@dataclass
+class Odd:
+    picture: Any
+
+
+RESULTS: list[tuple[Any, Any]] = [
+    ("text", "text"),
+    (Image(b"1"), [Image(b"1")]),
+    ([Image(b"2"), "text", 3], [Image(b"2"), "text", "3"]),
+    ({"a": [1]}, '{"a": [1]}'),
+    (("a", 1), '["a", 1]'),
+    (None, "null"),
+    (PICTURE, [SHOWN]),
+    (PICTURE.convert("CMYK"), [SHOWN]),
+    (ARRAY, [SHOWN]),
+    (ARRAY[:, :, 0], [Image.of(ARRAY[:, :, 0])]),
+    (SHOWN.data, [SHOWN]),
+    (
+        ["A crop:", PICTURE, ARRAY, SHOWN.data, {"b": 1}],
+        ["A crop:", SHOWN, SHOWN, SHOWN, '{"b": 1}'],
+    ),
+    ({"crop": PICTURE, "at": (1, 2)}, [SHOWN, '{"crop": "image 1", "at": [1, 2]}']),
+    (np.arange(3), "[0, 1, 2]"),
+    ({"mean": np.float32(0.5), "day": date(2026, 1, 2)}, '{"mean": 0.5, "day": "2026-01-02"}'),
+    (Side.LEFT, "1"),
+    (b"as text", "as text"),
+]
+
+
+def given(number: int) -> Any:
     """Return what is asked for."""
-    kinds: list[Any] = ["text", Image(b"1"), [Image(b"2"), "text", 3], {"a": [1]}, ("a", 1)]
-    return kinds[numbers[0]]
+    return [
+        *(result for result, _ in RESULTS),
+        object(),
+        b"\xff\x00",
+        {"a": [object()]},
+        Odd(PICTURE),
+    ][number]
 
 
-@pytest.mark.parametrize(
-    ("number", "content"),
-    [
-        (0, "text"),
-        (1, [Image(b"1")]),
-        (2, [Image(b"2"), "text", "3"]),
-        (3, '{"a": [1]}'),
-        (4, '["a", 1]'),
-    ],
-)
+@pytest.mark.parametrize(("number", "content"), [*enumerate(shown for _, shown in RESULTS)])
 def test_results_become_content(number: int, content: Any) -> None:
-    assert call(pair, {"numbers": [number]}) == content
+    assert call(given, {"number": number}) == content
+
+
+@pytest.mark.parametrize("number", range(len(RESULTS), len(RESULTS) + 4))
+def test_a_result_that_cannot_be_shown_is_a_failure_of_its_call(number: int) -> None:
+    with pytest.raises(ToolError, match=r"given: .*(serializ|utf-8)"):
+        call(given, {"number": number})
 
 
 def untyped(a) -> str:  # type: ignore[no-untyped-def]

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -99,6 +100,15 @@ def test_a_child_that_is_left_behind_dies_and_the_reward_counts(
 def test_printing_is_no_fault_and_a_process_is_kept(manager: RewardManager) -> None:
     assert score(manager, "pid") == score(manager, "pid")
     assert score(manager, "print") == Score(1.0, True)
+
+
+def test_bytes_arrive_as_bytes_and_other_objects_not_at_all(manager: RewardManager) -> None:
+    mask = b"\x89PNG\x00\xff"
+    row = replace(EXAMPLE, extra={"mask": mask, "deep": [{"bytes": mask}]})
+    assert asyncio.run(manager.score("mask", row)) == Score(1.0, True)
+    pid = score(manager, "pid")
+    odd = asyncio.run(manager.score("plain", replace(EXAMPLE, extra={"odd": object()})))
+    assert odd.failure == "value" and score(manager, "pid") == pid, "the process is kept"
 
 
 def test_a_megabyte_goes_in(manager: RewardManager) -> None:

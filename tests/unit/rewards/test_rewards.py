@@ -17,6 +17,9 @@ def test_exact_match(response: str, correct: bool) -> None:
     assert (score.correct, score.reward) == (correct, float(correct))
 
 
+CALL = '<tool_call>\n{"name": "a", "arguments": {"text": "a </think> b"}}\n</tool_call>'
+
+
 @pytest.mark.parametrize(
     ("response", "answer", "reward"),
     [
@@ -39,6 +42,9 @@ def test_exact_match(response: str, correct: bool) -> None:
         (r"\boxed{80}, no: \boxed{81", "80", 1.0),
         (r"<think>\boxed{80}</think>", "80", 0.0),
         (r"<think>\boxed{81}</think>Answer: 80", "80", 0.9),
+        (r"<think>81</think>\boxed{80}, as </think> has said.", "80", 1.0),
+        (rf"<think>So.</think>\boxed{{80}}. {CALL}", "80", 1.0),
+        (rf"\boxed{{80}}. {CALL}", "80", 1.0),
         ("\\boxed{\uff18\uff10}", "80", 1.0),
     ],
 )

@@ -19,13 +19,15 @@ EXAMPLE = Example("<image>Describe.", "a dog", "caption", (PNG,), {"keywords": [
 RATING = {"choices": [{"message": {"content": "I say 7.5"}}]}
 
 
-def score(*parts: Part, timeout: float = 5.0, response: str = "a dog") -> Score:
+def score(
+    *parts: Part, timeout: float = 5.0, response: str = "a dog", example: Example = EXAMPLE
+) -> Score:
     async def run() -> Score:
         manager = RewardManager(
             parts, Reward(on_failure="zero", workers=1, timeout=timeout, memory_mb=1024)
         )
         try:
-            return await manager.score(response, EXAMPLE)
+            return await manager.score(response, example)
         finally:
             await manager.close()
 
@@ -49,6 +51,18 @@ def test_a_url_gets_response_row_and_images() -> None:
     assert body["response"] == "a dog" and body["row"]["keywords"] == ["dog"]
     (image,) = body["images"]
     assert image == "data:image/png;base64," + base64.b64encode(PNG).decode()
+
+
+def test_a_url_gets_bytes_in_base64_and_no_value_that_json_cannot_hold() -> None:
+    def sent(**extra: Any) -> Score:
+        return score(by_url(service), example=replace(EXAMPLE, extra=extra))
+
+    with FakeService({"reward": 0.25, "correct": True}) as service:
+        assert sent(mask=PNG, deep=[{"bytes": PNG}]) == Score(0.25, True)
+        assert sent(sizes=[float("nan")]).failure == "value" == sent(odd=object()).failure
+    ((_, body, _),) = service.requests
+    told = {"base64": base64.b64encode(PNG).decode()}
+    assert body["row"]["mask"] == told and body["row"]["deep"] == [{"bytes": told}]
 
 
 def test_a_reward_model_sees_the_image_and_its_rating_is_a_share(

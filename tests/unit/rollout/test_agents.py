@@ -153,6 +153,7 @@ import json, os, sys, urllib.request
 row = json.load(sys.stdin)
 assert os.environ["OPENAI_API_KEY"] in os.environ["OPENAI_BASE_URL"]
 assert open(row["images"][0], "rb").read(4) == b"\\x89PNG" and row["answer"] == "3"
+assert row.get("mask", {"base64": "AP8="}) == {"base64": "AP8="}
 if "wait" in sys.argv:
     import subprocess, time
     subprocess.Popen(["sleep", "3600"])

@@ -20,6 +20,7 @@ from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestRefused, RequestTimedOut
 from megavlm.rollout.gateway.messages import read_messages
 from megavlm.rollout.gateway.parameters import ChatRequest
+from megavlm.rollout.gateway.replies import make_reply
 from megavlm.rollout.gateway.server import GatewayServer
 from megavlm.rollout.gateway.session import GatewaySession, SessionLimits
 from tests.conftest import png
@@ -254,6 +255,38 @@ def test_a_malformed_call_is_text_and_counted(qwen3: Callable[[str], Processor])
     run(agent())
 
 
+@pytest.mark.parametrize("thought", ["", "<think>\nhm\n</think>\n\n"])
+def test_a_call_may_quote_marks_and_a_malformed_one_is_shown(thought: str) -> None:
+    text = (
+        '<tool_call>\n{"name": "zoom", "arguments": {"box": "</tool_call> </think>"}}\n</tool_call>'
+    )
+    reply = make_reply(thought + text, "stop", ChatFormat(), [TOOL])
+    assert reply.message.calls == (("zoom", {"box": "</tool_call> </think>"}),)
+    assert reply.values()["content"] is None and reply.message.thought == ("hm" if thought else "")
+    for broken, tools in ((text.replace('"name"', "name"), [TOOL]), (text, [])):
+        reply = make_reply(thought + broken, "stop", ChatFormat(), tools)
+        assert reply.values()["content"] == broken, "all of it stays in the text"
+        assert (reply.num_malformed, reply.finish) == (len(tools), "stop")
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "1e5", "1e5"),
+        ({"$ref": "#/$defs/Code"}, "1", "1"),
+        ({"type": ["null", "integer"]}, "1", 1),
+        ({}, "true", "true"),
+    ],
+)
+def test_the_arguments_of_tags_are_read_by_the_agents_schema(
+    schema: dict[str, Any], text: str, value: Any
+) -> None:
+    tool = {"function": {"name": "zoom", "parameters": {"properties": {"box": schema}}}}
+    tags = f"<function=zoom>\n<parameter=box>\n{text}\n</parameter>\n</function>"
+    reply = make_reply(f"<tool_call>\n{tags}\n</tool_call>", "stop", ChatFormat("xml"), [tool])
+    assert reply.message.calls == (("zoom", {"box": value}),)
+
+
 def test_streams_have_the_same_content(qwen3: Callable[[str], Processor]) -> None:
     call = '<tool_call>\n{"name": "zoom", "arguments": {}}\n</tool_call>'
 
@@ -366,6 +399,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user("?"), {"role": "assistant", "content": "1"}]}, "cannot continue one"),
     ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "may be text or image_url"),
     ({"messages": [user("?", b"no image")]}, "image"),
+    ({"tools": [{"type": "function", "name": "zoom"}]}, r"tools\[0\] must be .* a `function`"),
+    ({"tools": [{"function": {"name": "a", "parameters": []}}]}, r"tools\[0\] must be"),
+    ({"tools": "zoom"}, "tools must be a list"),
     (
         {
             "messages": [

@@ -247,6 +247,18 @@ def test_rows_have_what_rewards_and_supervision_need(
     assert message in said and "rows.parquet:0: " in said
 
 
+def test_extra_columns_can_be_sent_to_the_reward(write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"problem": "?", "answer": "1", "task": "", "sizes": [1.5, NaN]}\n'
+    )
+    files = f"data.train_files=[{tmp_path / 'rows.jsonl'}]"
+    overrides = [files, "data.image_keys=[]", "data.extra_keys=[sizes]"]
+    check_rows(write_recipe(), *overrides)
+    said = refused(write_recipe(), *overrides, "reward.name=http://127.0.0.1:1/", by=check_rows)
+    assert "rows.jsonl:0: sizes: a value cannot be sent: Out of range float" in said
+    assert "take it out of data.extra_keys" in said
+
+
 def test_rows_need_no_more_than_is_used(write_recipe: WriteRecipe, tmp_path: Path) -> None:
     place = row(answer="", lat=1.5, lon=2.5)
     spots = write_rows(tmp_path / "spots.parquet", [place])

@@ -1,13 +1,17 @@
 """Environments of gymnasium, played in real processes."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 
+from megavlm.environments.adapters.gymnasium import Gymnasium
 from megavlm.environments.base import Image, Observation
 from megavlm.limited.failure import CallFailure
 from megavlm.rewards.base import Example
@@ -108,6 +112,40 @@ def test_an_action_of_several_parts_is_json() -> None:
     assert texts(right.observation) == ["2 [0.5, -1.0] up"]
     assert all(parts(step.observation).startswith("error: ") for step in wrong)
     assert all(step.info["counts"] == {"action_errors": 1} for step in wrong)
+
+
+@pytest.mark.parametrize(
+    ("space", "right", "wrong"),
+    [
+        (
+            spaces.MultiDiscrete([3, 3]),
+            ["[1, 0]", "[1.0, 0]"],
+            ["[1.7, 0.9]", "[true, 0]", '["1", 0]', "[1]", "[4, 0]", "[1e999, 0]", "[" * 9999],
+        ),
+        (spaces.Discrete(3), ["1"], ["true", "1.0", '"1"', "NaN", "null"]),
+        (spaces.Box(0, 255, (2,), np.uint8), ["[7, 255]"], ["[300, 0]", "[-1, 0]", "[0.5, 0]"]),
+        (spaces.Box(-9, 9, (1,)), ["[0.5]", "[1]"], ["[true]", '["0.5"]', "[NaN]", "0.5"]),
+        (spaces.Box(-np.inf, np.inf, (1,)), ["[1e9]"], ["[1e999]", "[Infinity]"]),
+        (spaces.MultiBinary(2), ["[1, 0]"], ["[2, 0]", "[true, false]"]),
+        (spaces.Dict(a=spaces.Discrete(2)), ['{"a": 1}'], ['{"a": 1, "b": 2}', "[1]", "{}"]),
+    ],
+)
+def test_an_action_is_played_as_it_is_written_or_refused(
+    space: Any, right: list[str], wrong: list[str]
+) -> None:
+    adapter = object.__new__(Gymnasium)
+    adapter.env, adapter._actions = SimpleNamespace(action_space=space), []  # type: ignore[assignment]
+    for text in right:
+        assert np.all(np.equal(list(_leaves(adapter.read(text))), list(_leaves(json.loads(text)))))
+    for text in wrong:
+        with pytest.raises(ValueError, match="is not an action; actions are"):
+            adapter.read(text)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    yield from np.ravel(value)
 
 
 @pytest.mark.parametrize("text", ["jump", "", "1", "<action>up"])

@@ -1,6 +1,7 @@
 """Tools of real MCP servers, called by episodes in real processes."""
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -9,11 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from mcp.types import (
+    AudioContent,
+    BlobResourceContents,
+    CallToolResult,
+    EmbeddedResource,
+    ImageContent,
+    ResourceLink,
+    TextContent,
+)
 
+from megavlm.environments.adapters import mcp
 from megavlm.environments.base import Image, Observation
 from megavlm.environments.processes import EnvironmentPool
+from megavlm.environments.tools.tool import ToolError
 from megavlm.limited.failure import CallFailure
 from tests.support.timeouts import scaled
 from tests.unit.environments.adapters.played import (
@@ -74,6 +87,7 @@ def test_a_policy_sees_and_calls_the_tools_of_a_server(address: str) -> None:
             },
         }
         assert await result(session, "add", a=1, b=2) == "3"
+        assert await result(session, "measure") == '{"height_cm": 181.5}'
         several = await session.step(call("add", a=2, b=2) + call("picture", shade=9))
         assert [message["name"] for message in several.observation.messages] == ["add", "picture"]
         before, image, after = parts(several.observation)
@@ -84,6 +98,66 @@ def test_a_policy_sees_and_calls_the_tools_of_a_server(address: str) -> None:
         assert last.done and last.reward == 0
 
     play("tools", steps, tools=(address,))
+
+
+HEIGHT = {"height_cm": 181.5}
+PNG = Image.of(np.zeros((40, 40, 3), np.uint8))
+IN_TEXT = base64.b64encode(PNG.data).decode()
+
+
+def text(said: str) -> TextContent:
+    return TextContent(type="text", text=said)
+
+
+def file(kind: str, data: str) -> EmbeddedResource:
+    contents = BlobResourceContents(uri="file:///a", mime_type=kind, blob=data)
+    return EmbeddedResource(type="resource", resource=contents)
+
+
+@pytest.mark.parametrize(
+    ("content", "structured", "seen"),
+    [
+        ([], HEIGHT, '{"height_cm": 181.5}'),
+        ([], None, ""),
+        ([], {"result": []}, '{"result": []}'),
+        ([text('{ "height_cm": 181.5 }')], HEIGHT, '{ "height_cm": 181.5 }'),
+        ([text("3")], {"result": 3}, "3"),
+        ([text("3")], {"result": "3"}, "3"),
+        ([text("a"), text("b")], {"result": ["a", "b"]}, "a\nb"),
+        ([text("Done.")], HEIGHT, 'Done.\n{"height_cm": 181.5}'),
+        ([ImageContent(type="image", data=IN_TEXT, mime_type="image/png")], None, [PNG]),
+        ([text("a"), file("image/png", IN_TEXT)], None, ["a", PNG]),
+        (
+            [file("application/pdf", "AAAA")],
+            None,
+            "(the file file:///a, application/pdf, 3 bytes, which cannot be shown)",
+        ),
+        (
+            [AudioContent(type="audio", data="AAAA", mime_type="audio/wav")],
+            None,
+            "(a part of type audio, audio/wav, 3 bytes, which cannot be shown)",
+        ),
+        (
+            [ImageContent(type="image", data="AAAA", mime_type="image/svg+xml")],
+            None,
+            "(a part of type image, image/svg+xml, 3 bytes, which cannot be shown)",
+        ),
+        (
+            [ResourceLink(type="resource_link", name="a", uri="file:///a", description="A map")],
+            None,
+            "(a link: a, file:///a, A map)",
+        ),
+    ],
+)
+def test_each_part_of_a_result_is_shown_or_named(content: Any, structured: Any, seen: Any) -> None:
+    assert mcp.shown("look", CallToolResult(content=content, structured_content=structured)) == seen
+    error = CallToolResult(content=content, structured_content=structured, is_error=True)
+    is_text = isinstance(seen, str)
+    said = seen if is_text else "\n".join(part for part in seen if isinstance(part, str))
+    with pytest.raises(ToolError) as caught:
+        mcp.shown("look", error)
+    assert str(caught.value).startswith(f"look: {said}")
+    assert ("(1 images, which" in str(caught.value)) != is_text
 
 
 def test_arguments_in_tags_have_the_types_of_the_schema(url: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Context, Image
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import CallToolResult
 from PIL import Image as Picture
 
 server = MCPServer("tests", log_level="ERROR")
@@ -30,6 +31,12 @@ def picture(shade: int) -> list[Image | str]:
     file = BytesIO()
     Picture.new("RGB", (40, 30), (shade, 0, 0)).save(file, "PNG")
     return ["before", Image(data=file.getvalue(), format="png"), "after"]
+
+
+@server.tool()
+def measure() -> CallToolResult:
+    """Measure."""
+    return CallToolResult(content=[], structured_content={"height_cm": 181.5})
 
 
 @server.tool()

@@ -156,6 +156,8 @@ def faulty(response: str, row: Mapping[str, Any]) -> Any:
             return {"reward": 1, "parts": {name: 1 for name in os.environ}}
         case "pid":
             return os.getpid()
+        case "mask":
+            assert row["mask"] == b"\x89PNG\x00\xff" and row["deep"] == [{"bytes": row["mask"]}]
     return 1
 
 
