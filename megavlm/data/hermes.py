@@ -46,11 +46,11 @@ def with_tools_as_text(
     if not tools:
         return written
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    system = _DEFAULT_SYSTEM
+    system: str | Sequence[dict[str, str]] = _DEFAULT_SYSTEM
     if written[0]["role"] == "system":
-        system = _plain(written.pop(0)["content"])
-    text = f"{system}\n\n{_BEFORE}{listed}{_AFTER}"
-    return [{"role": "system", "content": text}, *written]
+        system = written.pop(0)["content"]
+    text = f"\n\n{_BEFORE}{listed}{_AFTER}"
+    return [{"role": "system", "content": _followed(system, text)}, *written]
 
 
 def _response(content: str | Sequence[dict[str, str]]) -> list[dict[str, str]]:
@@ -59,17 +59,17 @@ def _response(content: str | Sequence[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def _called(message: Mapping[str, Any], calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    texts = [text] if (text := _plain(message["content"])) else []
+    texts = [""] if message["content"] else []
     for call in calls:
         function = call["function"]
         named = {"name": function["name"], "arguments": function["arguments"]}
         texts.append(f"<tool_call>\n{json.dumps(named, ensure_ascii=False)}\n</tool_call>")
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": "\n".join(texts)}
+    return {**rest, "content": _followed(message["content"], "\n".join(texts))}
 
 
-def _plain(content: str | Sequence[Mapping[str, str]]) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+def _followed(content: str | Sequence[dict[str, str]], text: str) -> str | list[dict[str, str]]:
+    return content + text if isinstance(content, str) else [*content, _text(text)]
 
 
 def _text(text: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from megavlm.environments.adapters.messages import mistake, opening, written_action
 from megavlm.environments.base import Context, Image, Observation, Step
+from megavlm.environments.tools.schemas import strict_json
 from megavlm.rewards.base import Example
 
 _MAX_MESSAGE = 100 * 2**20  # bytes, as in OpenEnv's own client
@@ -103,8 +104,8 @@ class OpenEnv:
         if self._field is not None:
             return {self._field: text}
         try:
-            action = json.loads(text)
-        except ValueError as error:
+            action = strict_json.decode(text)
+        except (ValueError, RecursionError) as error:
             raise RefusedAction(f"the action is not JSON ({error})") from error
         if not isinstance(action, dict):
             raise RefusedAction("the action is not a JSON object")

@@ -72,6 +72,9 @@ def _message(value: Any, number: int) -> ChatMessage:
     given = {key for key, item in value.items() if item is not None}
     if unknown := {key for key in given - _KEYS if key not in _EMPTY_KEYS or value[key]}:
         raise BadRequest(f"{where} has the key {min(unknown)!r}, which the gateway does not read")
+    for key, kind in (("reasoning_content", str), ("name", str), ("tool_calls", list)):
+        if key in given and not isinstance(value[key], kind):
+            raise BadRequest(f"{where}.{key}={value[key]!r:.40} must be of type {kind.__name__}")
     if value.get("tool_calls") and role != "assistant":
         raise BadRequest(f"{where} has tool_calls, but is not the assistant's")
     return ChatMessage(
@@ -125,7 +128,7 @@ def _call(call: Any, where: str) -> tuple[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             pass  # compared and shown as it is
     return function["name"], arguments
 

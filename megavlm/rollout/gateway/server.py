@@ -135,7 +135,7 @@ async def _stream(
 async def _json(request: web.Request) -> Any:
     try:
         return await request.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON ({error})") from error
 
 

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megavlm.data.chat import Message, read_chat, read_tools
+from megavlm.data.hermes import with_tools_as_text
 from megavlm.data.rows import Row
 from megavlm.data.video_sources import Video
 from tests.conftest import png, read_rows
@@ -261,6 +262,23 @@ def test_forms_of_tools() -> None:
     for value in ("zoom", ["zoom"], [3], [{"function": "zoom"}], [{}]):
         with pytest.raises(ValueError, match=r"is not JSON|it must be a function with a name"):
             read_tools(value)
+
+
+def test_messages_with_tools_in_their_text_keep_their_images() -> None:
+    image, look = {"type": "image"}, {"type": "text", "text": "Look."}
+    system = {"role": "system", "content": [image, look]}
+    called = {"role": "assistant", "content": [image, look], "tool_calls": [CALL]}
+    asked = {"role": "user", "content": "?"}
+    for plain, chat in ((False, [system, asked, called]), (True, [asked, called])):
+        first, _, last = with_tools_as_text(chat, [TOOL])
+        if not plain:
+            assert first["content"][:2] == [image, look]
+            assert first["content"][2]["text"].startswith("\n\n# Tools\n")
+        assert last["content"][:2] == [image, look]
+        assert last["content"][2]["text"].startswith("\n<tool_call>\n{")
+    said = {**called, "content": "Look."}
+    assert with_tools_as_text([said], [])[0]["content"].startswith("Look.\n<tool_call>\n{")
+    assert with_tools_as_text([{**said, "content": ""}], [])[0]["content"].startswith("<tool_call>")
 
 
 def test_share_gpt_s_form_with_tools_and_a_system_column(tmp_path: Path) -> None:

@@ -402,6 +402,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "name": "zoom"}]}, r"tools\[0\] must be .* a `function`"),
     ({"tools": [{"function": {"name": "a", "parameters": []}}]}, r"tools\[0\] must be"),
     ({"tools": "zoom"}, "tools must be a list"),
+    ({"messages": [user("?"), {"role": "assistant", "tool_calls": 1}]}, "must be of type list"),
+    ({"messages": [{**user("?"), "name": 1}]}, r"messages\[0\].name=1 must be of type str"),
+    (
+        {"messages": [{"role": "assistant", "content": "", "reasoning_content": {}}, user("?")]},
+        r"reasoning_content=\{\} must be of type str",
+    ),
     (
         {
             "messages": [
@@ -456,6 +462,8 @@ def test_a_reward_ends_the_session_and_keys_are_told_apart(processor: Processor)
                 assert [model.id for model in models.data] == ["policy"]
                 wrong = await http.post(f"{root}/reward", json="good", headers=bearer)
                 assert wrong.status_code == 400
+                deep = await http.post(f"{root}/reward", content="[" * 99999, headers=bearer)
+                assert deep.status_code == 400
                 await http.post(f"{root}/reward", json={"reward": 0.5}, headers=bearer)
                 assert gateway.session.ended.result() == {"reward": 0.5}
                 late = await http.post(f"{root}/v1/chat/completions", json=body, headers=bearer)

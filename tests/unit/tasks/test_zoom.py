@@ -177,7 +177,7 @@ def test_a_bad_call_is_one_sentence() -> None:
         ({"box": [0, 0, 9, 9], "image": 2}, "there is no image 2; the images that you have"),
         ({"box": [0, 0, 9, 9], "image": 0}, "there is no image 0"),
         ({"box": [0, 0, 9]}, "zoom: box: List should have at least 4 items"),
-        ({"box": [0, 0, 9, float("nan")]}, "zoom: box.3: Input should be a finite number"),
+        ({"box": [0, 0, 9, float("nan")]}, "the call is not JSON (NaN is no value of JSON)"),
         ({}, "zoom: box: Missing required argument"),
     ):
         assert played.error("zoom", **arguments).startswith(text)

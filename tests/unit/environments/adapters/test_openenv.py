@@ -84,6 +84,8 @@ def test_the_seed_and_the_options_of_the_recipe_reach_the_reset(url: str) -> Non
     ("text", "problem"),
     [
         ("seven", "the action is not JSON"),
+        ('{"number": NaN}', "the action is not JSON"),
+        ("[" * 9999, "the action is not JSON"),
         ("7", "the action is not a JSON object"),
         ('{"number": "seven"}', "the action is not accepted: number: Input should be a valid int"),
         ('{"guess": 7}', "the action is not accepted: number: Field required"),
