@@ -49,6 +49,15 @@ _DEGREE = str.maketrans("\u00ba\u02da", "\u00b0\u00b0")
 _RAISED = re.compile(r"(?<=\d)(?=[\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u2079\u2150-\u215e])")
 
 
+def text_of(value: object) -> str:
+    """Return a column's value as text. Raises ValueError for bytes, whose text would be b'...'."""
+    if isinstance(value, bytes):
+        raise ValueError(
+            f"{value!r:.40} is bytes, but a text is compared: store the column as text"
+        )
+    return str(value)
+
+
 def plain(text: str) -> str:
     """Return the text in lower case without accents: "Côte d'Ivoire" is "cote d'ivoire"."""
     text = _RAISED.sub(" ", text.casefold().translate(ASCII_SIGNS).translate(_DEGREE))

@@ -9,6 +9,7 @@ from typing import Any
 
 from megavlm.data.files import expand
 from megavlm.data.tables import open_table
+from megavlm.rewards.words import text_of
 
 
 def with_corpus(options: Mapping[str, Any], folder: str) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def _references(files: Sequence[str], key: str) -> Iterator[list[str]]:
             for index in range(table.block_rows[number]):
                 value = block.record(index).get(key)
                 texts = value if isinstance(value, list) else [value]
-                if captions := [str(text) for text in texts if text]:
+                if captions := [text_of(text) for text in texts if text]:
                     found = True
                     yield captions
     if not found:

@@ -9,7 +9,7 @@ from megavlm.numbers import at_least
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
 from megavlm.rewards.options import check_number, check_weights
-from megavlm.rewards.words import tokens
+from megavlm.rewards.words import text_of, tokens
 from megavlm.tasks.caption.metrics import (
     Corpus,
     Words,
@@ -50,7 +50,7 @@ def check_row(
     """
     value = row.get(reference_key) or row.get("answer")
     texts = value if isinstance(value, list) else [value]
-    references = [words for text in texts if text is not None and (words := tokens(str(text)))]
+    references = [words for text in texts if text is not None and (words := tokens(text_of(text)))]
     if not references:
         raise ValueError(
             f"caption has nothing to compare with: the row has no {reference_key!r} and no answer; "
@@ -79,7 +79,9 @@ def score(
         # All words in the unread tail of a long response count as wrong.
         parts["rouge"] = rouge_l(caption, references) * len(caption) / max(len(words), 1)
     if weights.get("keywords"):
-        given = {word for text in row.get("keywords") or () if (word := tuple(tokens(str(text))))}
+        given = {
+            word for text in row.get("keywords") or () if (word := tuple(tokens(text_of(text))))
+        }
         parts["keywords"] = coverage(caption, given or keywords_of(references))
     if weights.get("cider"):
         assert corpus is not None

@@ -19,7 +19,7 @@ from typing import Any
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
 from megavlm.rewards.options import check_number, check_weights
-from megavlm.rewards.words import ASCII_SIGNS
+from megavlm.rewards.words import ASCII_SIGNS, text_of
 from megavlm.tasks.geospot.coordinates import Point, named_point, read_point
 from megavlm.tasks.geospot.places import (
     city_name,
@@ -81,7 +81,8 @@ def score(
     ):
         if truth[name]:
             known = {
-                spell(str(alias)) for alias in [truth[name], *(row.get(f"{name}_aliases") or ())]
+                spell(text_of(alias))
+                for alias in [truth[name], *(row.get(f"{name}_aliases") or ())]
             }
             parts[name] = float(
                 any(spell(given) in known for given in _spellings(claim.get(name, "")))
@@ -176,4 +177,4 @@ def _truth(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(value: object) -> str:
     """Return the value as text, "" if it is missing: tables have NaN then."""
-    return "" if value is None or value != value else str(value).strip()
+    return "" if value is None or value != value else text_of(value).strip()

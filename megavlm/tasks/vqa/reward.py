@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
 from megavlm.rewards.options import check_number
-from megavlm.rewards.words import ASCII_SIGNS, CURRENCY, normalized
+from megavlm.rewards.words import ASCII_SIGNS, CURRENCY, normalized, text_of
 
 MAX_CHARACTERS = 2000  # of a final answer
 ANSWER_KINDS = ("yes_no", "number", "choice", "text")
@@ -242,7 +242,7 @@ def _plain_numbers(text: str) -> str:
 
 def _choice(text: str, row: Mapping[str, Any]) -> str | None:
     """Return the letter of the chosen option, or None."""
-    choices = [normalized(str(choice)) for choice in row.get("choices") or ()]
+    choices = [normalized(text_of(choice)) for choice in row.get("choices") or ()]
     for claim in _spellings(text):
         if claim and claim in choices:
             return chr(ord("A") + choices.index(claim))

@@ -122,6 +122,8 @@ def test_a_row_without_references_is_an_error() -> None:
             caption.score("a dog", row)
     row = {"answer": "", "texts": ["a dog"]}
     assert caption.score("a dog", row, reference_key="texts").reward == 1.0
+    with pytest.raises(ValueError, match="b'a dog' is bytes, but a text is compared"):
+        caption.score("a dog", {"references": [b"a dog"]})
 
 
 @pytest.mark.parametrize(
