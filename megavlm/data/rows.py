@@ -267,7 +267,7 @@ class _RowMaker:
             problem=last.text,
             answer=answer,
             images=tuple(image for image in images if image is not None),
-            category="" if category is None else cell_text(category),
+            category="" if category is None else _text(category, str(data.category_key)),
             source=source,
             videos=tuple(self._video(data.video_key, item) for item in videos),
             extra={name: record.get(name) for name in data.extra_keys},

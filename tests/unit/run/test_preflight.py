@@ -175,6 +175,7 @@ def test_the_options_that_megavlm_sets_are_sglangs() -> None:
         ([row(images=[LFS_POINTER])], ":0: image 1: a git-LFS pointer"),
         ([row(images=[3])], ":0: column 'images': an image has neither bytes nor a path: 3"),
         ([row(images=["http://10.0.0.5/x.png"])], "10.0.0.5 is not a public address"),
+        ([row(task=b"x")], ":0: 'task' is b'x'; it must be text or a number"),
     ],
 )
 def test_rows(
