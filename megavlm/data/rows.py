@@ -321,7 +321,14 @@ class _RowMaker:
             return Chat((Message("user", _text(value, column)),))
         chat = read_chat(value)
         system = self.record.get(SYSTEM_COLUMN)
-        if not isinstance(system, str) or not system or chat.messages[0].role == "system":
+        if not isinstance(system, str) or not system:
+            return chat
+        if chat.messages[0].role == "system":
+            if chat.messages[0].text.strip() != system.strip():
+                raise ValueError(
+                    f"the chat begins with a system message, but the column {SYSTEM_COLUMN!r} has "
+                    f"another ({system!r:.60}): leave one out"
+                )
             return chat
         return replace(chat, messages=(Message("system", system), *chat.messages))
 

@@ -1,12 +1,16 @@
 """Blind baselines: answers guessed from training rows by their text, and exchanged images."""
 
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message
 from megavlm.data.rows import Row
+
+_MARKS = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 
 
 @dataclass(frozen=True)
@@ -38,19 +42,27 @@ def blind_answers(train: Sequence[Row], test: Sequence[Row]) -> list[str]:
     by_category: dict[str, Counter[str]] = {}
     overall: Counter[str] = Counter()
     for row in train:
-        by_question.setdefault(row.problem, Counter())[row.answer] += 1
+        by_question.setdefault(_question(row), Counter())[row.answer] += 1
         by_category.setdefault(row.category, Counter())[row.answer] += 1
         overall[row.answer] += 1
     return [
-        _most_frequent(by_question.get(row.problem) or by_category.get(row.category) or overall)
+        _most_frequent(by_question.get(_question(row)) or by_category.get(row.category) or overall)
         for row in test
     ]
+
+
+def _question(row: Row) -> Hashable:
+    """Return the texts of a row's prompt. Placeholders are left out: images that no placeholder
+    marks come first.
+    """
+    messages = row.messages or (Message("user", row.problem),)
+    return tuple((message.role, _MARKS.sub("", message.text).strip()) for message in messages)
 
 
 def answers_by_category(rows: Sequence[Row]) -> dict[str, set[str]]:
     answers: dict[str, set[str]] = {}
     for row in rows:
-        answers.setdefault(row.category, set()).add(row.answer)
+        answers.setdefault(row.category, set()).add(row.answer.strip())  # as responses are
     return answers
 
 

@@ -65,7 +65,7 @@ def measure_policy(
         # Guesses are compared as text, because a reward may require a form such as \boxed{},
         # which a bare answer does not have.
         hits = [
-            (text == row.answer, row.category)
+            (text.strip() == row.answer.strip(), row.category)
             for text, row in zip(known.guesses, rows, strict=True)
             if row.answer
         ]

@@ -302,6 +302,15 @@ def test_share_gpt_s_form_with_tools_and_a_system_column(tmp_path: Path) -> None
     assert row.response == Message("assistant", "A car.") and row.answer == "A car."
 
 
+def test_a_system_column_beside_another_system_message_is_refused(tmp_path: Path) -> None:
+    turns = (("system", "Be brief."), ("human", "What?"), ("gpt", "red"))
+    chat, path = [{"from": name, "value": text} for name, text in turns], tmp_path / "x.jsonl"
+    (row,) = chat_rows(path, *chat, system="Be brief.\n")
+    assert [message.text for message in row.messages] == ["Be brief.", "What?"]
+    with pytest.raises(ValueError, match=r"l:0: .* the column 'system' has another \('Be long"):
+        chat_rows(path, *chat, system="Be long.")
+
+
 def test_ms_swift_s_roles_of_tools(tmp_path: Path) -> None:
     (row,) = chat_rows(
         tmp_path / "x.jsonl",

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.config.evaluation import Evaluation
+from megavlm.data.chat import Message
 from megavlm.data.rows import Row
 from megavlm.data.video_sources import VideoFile
 from megavlm.evaluation.baselines import Known, blind_answers, exchange_images
@@ -127,6 +128,18 @@ def test_what_is_not_asked_for_costs_nothing() -> None:
 def test_blind_answers_fall_back_to_the_category_and_then_to_all() -> None:
     questions = [row(0, "New?", "", "colour"), row(1, "New?", "", "new")]
     assert blind_answers(TRAIN, questions) == ["red", "0"]
+
+
+def test_a_question_is_the_whole_chat_in_whatever_spelling() -> None:
+    """A placeholder that stands first may be left out; an answer's white space is no part of it."""
+    train = [row(0, "<image>What? ", " red", ""), row(1, "Why?", "blue", "")]
+    before = (Message("user", "What?"), Message("assistant", "red"))
+    train += [replace(row(2, "Sure?", "yes", ""), messages=(*before, Message("user", "Sure?")))] * 2
+    questions = [row(3, "What?", "red", ""), row(4, "Sure?", "no", ""), replace(train[2], index=5)]
+    assert blind_answers(train, questions) == [" red", "yes", "yes"]
+    assert Known.of(train, questions).valid == {"": {"red", "blue", "yes"}}
+    other = replace(train[2], messages=(*before[:1], Message("user", "Sure?")))
+    assert blind_answers([*train[:2], train[0], other], questions[1:]) == [" red"] * 2
 
 
 @given(
