@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from megavlm.config.data import Data
 from megavlm.data.chat_template import ChatTemplate, text_after_response
 from megavlm.data.image_processing import ImageCache, ImageProcessor, ProcessedImage
-from megavlm.data.rows import Row, rejected_row
+from megavlm.data.rows import Row, rejected_row, same_responses
 from megavlm.data.videos import ProcessedVideo, VideoProcessor
 from megavlm.families import Family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
@@ -199,10 +199,7 @@ class Processor:
         other = rejected_row(row)
         chosen, rejected = self.answer_ids(row), self.answer_ids(other)
         if chosen == rejected:  # whatever their spelling was
-            raise ValueError(
-                f"{row.source}: the chosen and the rejected response are the same tokens; leave "
-                "the row out"
-            )
+            raise same_responses(row)
         return chosen, rejected
 
     def _checked(self, prompt: Prompt) -> Prompt:

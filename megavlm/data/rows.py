@@ -370,13 +370,23 @@ def check_media(row: Row) -> None:
 
 
 def rejected_row(row: Row) -> Row:
-    """Return a row whose answer is the rejected response. Raises ValueError if it has none."""
+    """Return a row whose answer is the rejected response. Raises ValueError if it has none, or if
+    that is the chosen one in the same words.
+    """
     if row.rejected is None:
         raise ValueError(
             f"{row.source}: algorithm.name=dpo needs a response to reject, but this row has none: "
             "name its column in data.rejected_key, or leave the row out"
         )
+    if row.rejected == (row.response or Message("assistant", row.answer)):
+        raise same_responses(row)
     return replace(row, answer=row.rejected.text, response=row.rejected)
+
+
+def same_responses(row: Row) -> ValueError:
+    return ValueError(
+        f"{row.source}: the chosen and the rejected response are the same tokens; leave the row out"
+    )
 
 
 def _columns(data: Data) -> list[tuple[str, str]]:
