@@ -20,7 +20,7 @@ TESTS ?= tests
 JOBS ?= 3
 CASES ?=
 
-.PHONY: help setup demo test test-slow test-all test-gpu-path test-gpu-image test-adapters parity pushes gpu-a gpu-b gpu-c gpu-d style bench bench-trl soak chaos docs
+.PHONY: help setup demo test test-slow test-all test-gpu-path test-gpu-image test-adapters parity pushes gpu-a gpu-b gpu-c gpu-d gpu-e style bench bench-trl soak chaos docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -128,12 +128,12 @@ $(ENGINE_WHEEL): $(IMAGE_STAMP)
 		--no-deps --no-build-isolation --wheel-dir $(@D) $(ENGINE)
 
 # What a stage of tests/gpu needs travels in one folder to a machine with a GPU and without a network.
-KITS := gpu-a gpu-b gpu-c gpu-d
+KITS := gpu-a gpu-b gpu-c gpu-d gpu-e
 
-gpu-a: ## pack stage a of the GPU tests in gpu/ (also gpu-b, gpu-c, gpu-d); there: bash gpu/run.sh a
+gpu-a: ## pack stage a of the GPU tests in gpu/ (also gpu-b to gpu-e); there: bash gpu/run.sh a
 gpu-d: $(ENGINE_WHEEL)
 $(KITS): gpu-%:
-	@rm -rf gpu && mkdir gpu && cp tests/gpu/run.sh gpu/
+	@rm -rf gpu && mkdir gpu && cp tests/gpu/run.sh gpu/ && git describe --always --dirty > gpu/state
 	@$(PYTHON) launch/gpu_kit.py $* gpu --wheels $(IMAGE_VENV)/wheels
 
 style: setup ## run the linter, the formatter (check only) and the type checker

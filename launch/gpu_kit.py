@@ -29,7 +29,7 @@ LIMIT = 60 * 2**20  # bytes that travel with one command
 # pip compares these names exactly.
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
-SAME_PACKAGES = {"c": "b"}
+SAME_PACKAGES = {"c": "b", "e": "b"}
 # Paths in the site folder, as fnmatch: `*` matches slashes too.
 LEFT_OUT: dict[str, Sequence[str]] = {
     "a": ("pycountry/locales/*",),  # translations of countries' names
@@ -132,7 +132,7 @@ def tracked() -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("stage", choices=("a", "b", "c", "d"))
+    parser.add_argument("stage", choices=("a", "b", "c", "d", "e"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--wheels", type=Path, default=ROOT, help="folder of compiled wheels")
     given = parser.parse_args()

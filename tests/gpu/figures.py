@@ -41,6 +41,10 @@ REPEATS = 3
 MODELS = {"3b": "Qwen2.5-VL-3B", "7b": "Qwen2.5-VL-7B"}
 # Bytes of a trained parameter: bf16, its fp32 gradient, and Adam's main weight and moments.
 BYTES = 2 + 4 + 12
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "activations recomputed": {"recompute": "full"},
+    "MLPs recomputed": {"recompute": "selective", "recompute_modules": ("mlp",)},
+}
 # Of the GPU, for weights and optimizer; the rest is for activations and log-probs.
 SHARE = 0.6
 
@@ -57,7 +61,10 @@ def measured(work: Callable[[], object], repeats: int = REPEATS) -> Row:
         work()
         platform.synchronize()
         seconds.append(time.perf_counter() - start)
-    return {"seconds": statistics.median(seconds), "gigabytes": peak_bytes() / 1e9}
+    row = {"seconds": statistics.median(seconds), "gigabytes": peak_bytes() / 1e9}
+    if platform.has_gpu():  # fragments included
+        row["reserved_gigabytes"] = torch.cuda.max_memory_reserved() / 1e9
+    return row
 
 
 def peak_bytes() -> int:
@@ -99,6 +106,10 @@ class Bench:
         self._chunks = self._updater.chunks
         self._features = VisionFeatures.everywhere(self._chunks, self.images)
         self._pack = self.pack(self.trees)
+
+    def close(self) -> None:
+        """Let go of weights, gradients and optimizer."""
+        model.let_go(self._chunks)
 
     def pack(self, trees: list[Tree]) -> Pack:
         return make_pack(trees, vision_token_ids=self._vision_ids).to(platform.device())
@@ -172,10 +183,14 @@ def measure(name: str) -> None:
             report("saving", saving="prompt shared by its answers", on=on, off=off)
         with checking("activations recomputed"):
             off = measured(bench.accumulate)
-            del bench
-            release()
-            on = measured(Bench(config, replace(options, recompute="full")).accumulate)
-            report("saving", saving="activations recomputed", on=on, off=off)
+            for saving, keys in RECOMPUTED.items():
+                bench.close()
+                del bench
+                release()
+                bench = Bench(config, replace(options, **keys))
+                report("saving", saving=saving, on=measured(bench.accumulate), off=off)
+        bench.close()
+        del bench
         release()
         with checking("chunks of log-probs"):
             text = config.text_config
@@ -188,7 +203,7 @@ def measure(name: str) -> None:
 
 
 def release() -> None:
-    gc.collect()  # hooks refer to what they are on
+    gc.collect()
     platform.free_cached_memory()
 
 

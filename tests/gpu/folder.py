@@ -28,8 +28,10 @@ QUESTIONS = ["How many circles are there?", "What colour is the square?"] * 20
 LENGTH = 151665  # of Qwen2.5's tokenizer
 
 
-def make_folder(folder: Path, release: str, **tiny: int) -> None:
-    """Write the folder of a release, or of a tiny model of its family on a CPU. tiny: Its sizes."""
+def make_folder(folder: Path, release: str, layers: int | None = None, **tiny: int) -> None:
+    """Write the folder of a release, cut to its first layers, or of a tiny model of its family on a
+    CPU. tiny: The sizes of the tiny one.
+    """
     if shapes.is_tiny():
         family = RELEASES[release]["model_type"]
         make_tiny_model(folder, QUESTIONS, seed=0, family=family, **shapes.TINY[family] | tiny)
@@ -39,7 +41,7 @@ def make_folder(folder: Path, release: str, **tiny: int) -> None:
 
     tokenizer = long_tokenizer(folder)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
-    config = shapes.config_of(release)
+    config = shapes.config_of(release, layers)
     config.image_token_id, config.video_token_id = ids["<|image_pad|>"], ids["<|video_pad|>"]
     config.vision_start_token_id = ids["<|vision_start|>"]
     config.vision_end_token_id = ids["<|vision_end|>"]

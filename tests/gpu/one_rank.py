@@ -1,11 +1,12 @@
 """`megavlm` as the only rank of its run, so that it also runs where Transformer Engine is missing:
 
-    python -m tests.gpu.one_rank train RECIPE
+    python -m tests.gpu.one_rank [--lengths TOKENS] train RECIPE
 
 Without it the layers are megatron-core's own and Adam is the one of CPU runs; everything else is as
-in a run.
+in a run. With TOKENS, a JSON list, responses have these lengths in turn.
 """
 
+import json
 import os
 import sys
 from types import SimpleNamespace
@@ -26,6 +27,11 @@ def main() -> None:
         language.platform = SimpleNamespace(has_gpu=lambda: False)  # type: ignore[assignment]
         platform._replace_transformer_engine()
         sys.argv.append("model.fusions=false")  # it has the kernels
+    if sys.argv[1] == "--lengths":
+        from tests.gpu.grpo import fix_lengths
+
+        fix_lengths(json.loads(sys.argv[2]))
+        del sys.argv[1:3]
     sys.argv[0] = "megavlm"
     cli.main()
 

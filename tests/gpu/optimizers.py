@@ -52,7 +52,7 @@ def savings(config: Any, measured: Any) -> Iterator[dict[str, Any]]:
 
 def step(config: Any, keys: dict[str, Any], measured: Any) -> tuple[dict[str, Any], list[Tensor]]:
     """Return the row of a step, and the main weights after some, on the host."""
-    gc.collect()  # of the last one, whose hooks refer to it
+    gc.collect()  # of the last one
     platform.free_cached_memory()
     mesh, options = build_mesh(), ModelOptions(dtype=torch.bfloat16)  # seeds the weights
     chunks = model.build(config, mesh, options, engine=model.has_transformer_engine())
@@ -66,7 +66,9 @@ def step(config: Any, keys: dict[str, Any], measured: Any) -> tuple[dict[str, An
             buffer.grad_data.normal_(generator=generator)
         updater.step()
 
-    return measured(work), main_weights(updater)
+    row, weights = measured(work), main_weights(updater)
+    model.let_go(updater.chunks)
+    return row, weights
 
 
 def main_weights(updater: Updater) -> list[Tensor]:

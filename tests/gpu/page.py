@@ -12,7 +12,7 @@ from typing import Any
 
 from megavlm.config.load import load
 from megavlm.parallel import platform
-from megavlm.run.capacity.memory import RunMemory
+from megavlm.run.capacity.memory import GB, OVERHEAD, RunMemory
 from tests.benchmarks.results import replace_part
 from tests.gpu import shapes
 
@@ -53,7 +53,10 @@ def _stage(stage: str, run: Sequence[Line]) -> Iterator[str]:
         listed = ", ".join(f"{name} {version}" for name, version in versions.items())
         yield f"{machine['card']}, {machine['cores']} cores; {listed}."
     results = [x for x in run if x["check"] not in ("start", "end")]
-    yield f"`{start['command']}`, {took}; {len(results)} results, {len(faults)} faults."
+    yield (
+        f"`{start['command']}`, state {start['state']}, {took}; {len(results)} results, "
+        f"{len(faults)} faults."
+    )
     for name, rows in _tables(run).items():
         yield from ("", f"**{name}**", "", *_table(rows))
     if faults:
@@ -73,7 +76,7 @@ def _tables(run: Sequence[Line]) -> dict[str, list[dict[str, str]]]:
         if not values:
             continue  # a check that failed: it is among the faults
         if line["check"] == "model":
-            values["modelled gigabytes"] = modelled_bytes(line) / 1e9
+            values["modelled gigabytes"] = modelled_bytes(line) / GB
         title = module if module == "parity" else f"{module}: {line['check']}"
         row = {"of": " ".join(arguments)} if arguments else {}
         if module == "parity":
@@ -84,8 +87,8 @@ def _tables(run: Sequence[Line]) -> dict[str, list[dict[str, str]]]:
 
 
 def modelled_bytes(line: Line) -> float:
-    """Return the bytes of an update on one GPU that trains all layers of the line's model, as
-    `megavlm plan` models them.
+    """Return the most bytes that an update allocates on one GPU which trains all layers of the
+    line's model, as `megavlm plan` models them.
     """
     config = shapes.config_of(line["release"], line["layers"])
     tokens = line["tokens"]
@@ -101,7 +104,7 @@ def modelled_bytes(line: Line) -> float:
         "model.fusions": str(line["engine"]).lower(),
     }
     recipe = load(RECIPE, [f"{key}={value}" for key, value in keys.items()])
-    return RunMemory.of(recipe, config, 1).fullest
+    return RunMemory.of(recipe, config, 1).fullest - OVERHEAD
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

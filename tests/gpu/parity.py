@@ -116,6 +116,7 @@ def measure(family: str, level: str, *, engine: bool) -> None:
             values |= {"shared_max": shared["max"], "shared_gradient": shared["gradient"]}
             spread = MIXTURE_SPREAD if family.endswith("_moe") else SPREAD
             report(name, fault=fault_of(variant, values, theirs, spread), **values)
+            model.let_go(chunks)
             del chunks
 
 

@@ -2,9 +2,9 @@
 # Run a stage of the GPU kit, from the repository's root on a machine with a GPU:
 #   bash gpu/run.sh a        after `make gpu-a` where the packages came from
 #   bash tests/gpu/run.sh a  where everything is installed
-# Results are appended to $OUT/a.jsonl, or gpu/results/a.jsonl where OUT is not set.
+# Results are appended to $OUT/a.jsonl, or gpu/results/a.jsonl where OUT is not set; logs to a.log.
 set -euo pipefail
-stage=${1:?usage: bash gpu/run.sh a|b|c|d}
+stage=${1:?usage: bash gpu/run.sh a|b|c|d|e}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 test -d megavlm || { echo "run this from the repository's root" >&2; exit 2; }
 if [ -f "$here/site.tar.xz" ]; then
@@ -18,5 +18,6 @@ if [ -f "$here/site.tar.xz" ]; then
     export LD_LIBRARY_PATH="$runtime/cu13/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
   fi
 fi
+[ ! -f "$here/state" ] || export STATE="$(cat "$here/state")"  # of the project, when it was packed
 export PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore TOKENIZERS_PARALLELISM=false
 exec "${PYTHON:-python3}" -m tests.gpu.stage "$stage" "${OUT:-gpu/results}"

@@ -1,9 +1,10 @@
 """The real server: its log-probs against the trainer's on the same tokens, and how fast it decodes.
 
-python -m tests.gpu.serving
+    python -m tests.gpu.serving [cuda_ipc]
 
 The server has random weights of Qwen2.5-VL-3B's shape. Text prompts of 512 tokens and 256 sampled
-ones are also what SGLang's own benchmark runs, without HTTP and without our client.
+ones are also what SGLang's own benchmark runs, without HTTP and without our client. Images go to
+the scheduler through the host; `cuda_ipc` measures what that costs, and nothing else.
 """
 
 import re
@@ -48,20 +49,23 @@ KIT_ARGS = {
     "mm_attention_backend": "triton_attn",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
+    "mm_feature_transport": "cpu",  # 0.5.17 takes CUDA IPC by default
 }
 NOT_YET: dict[str, object] = {"prefill_decode_interval": None}  # SGLang 0.5.17 lacks it
 # Of the mean difference of log-probs between server and trainer, both in bfloat16.
 MEAN_DIFFERENCE = 0.05
 BATCH, PROMPT, ANSWER = 64, 512, 256
+IMAGES, SIDE = 32, 896  # images of a request each, and their pixels: 1,024 tokens
 
 
-def server_args() -> dict[str, object]:
+def server_args(transport: str) -> dict[str, object]:
     """Return the server's arguments on a GPU, where a trainer is beside it."""
     if shapes.is_tiny():
         return {}
     return {
         **KIT_ARGS,
         **NOT_YET,
+        "mm_feature_transport": transport,
         "mem_fraction_static": 0.45,
         "cuda_graph_max_bs_decode": BATCH,
         "skip_server_warmup": True,  # it asks for a chat about an image; each measurement warms up
@@ -69,6 +73,8 @@ def server_args() -> dict[str, object]:
 
 
 def main() -> None:
+    (transport,) = sys.argv[1:] or [KIT_ARGS["mm_feature_transport"]]
+    is_whole = not sys.argv[1:]
     model.prepare()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -78,25 +84,57 @@ def main() -> None:
         report("folder", seconds=time.monotonic() - start)
         device = "cuda" if platform.has_gpu() else "cpu"
         dtype = "bfloat16" if platform.has_gpu() else "float32"
-        options = ServerOptions(root / "model", dtype, device, server_args=server_args())
+        options = ServerOptions(root / "model", dtype, device, server_args=server_args(transport))
         log = root / "server.log"
-        with checking("server"):
-            start = time.monotonic()
-            with ManagedServer(options, log_path=log, start_timeout=240) as server:
-                report("server", seconds=time.monotonic() - start)
-                routing = FixedServers(server.url, api_key=server.api_key, is_local=True)
-                with RolloutClient(routing) as client:
-                    processor = Processor(
-                        root / "model", Data(max_prompt_tokens=2**20), family_of(root / "model")
-                    )
-                    with checking("log-probs"):
-                        compare_logprobs(root / "model", processor, client)
-                    with checking("decoding"):
-                        measure_decoding(processor, client)
-        if log.exists():
-            sys.stderr.write(log.read_text(errors="replace")[-6000:])
-        with checking("SGLang's benchmark"):
-            run_benchmark(root / "model")
+        try:
+            with checking("server"):
+                measure_server(options, log, transport, is_whole=is_whole)
+        finally:
+            if log.exists():
+                sys.stderr.write(log.read_text(errors="replace"))
+        if is_whole:
+            with checking("SGLang's benchmark"):
+                run_benchmark(root / "model")
+
+
+def measure_server(options: ServerOptions, log: Path, transport: str, *, is_whole: bool) -> None:
+    """Start a server, and report what it is measured by: only images, if not `is_whole`."""
+    start = time.monotonic()
+    with ManagedServer(options, log_path=log, start_timeout=240) as server:
+        report("server", seconds=time.monotonic() - start)
+        routing = FixedServers(server.url, api_key=server.api_key, is_local=True)
+        with RolloutClient(routing) as client:
+            folder = options.model_folder
+            processor = Processor(folder, Data(max_prompt_tokens=2**20), family_of(folder))
+            with checking("images"):
+                measure_images(processor, client, transport)
+            if is_whole:
+                with checking("log-probs"):
+                    compare_logprobs(folder, processor, client)
+                with checking("decoding"):
+                    measure_decoding(processor, client)
+
+
+def measure_images(processor: Processor, client: RolloutClient, transport: str) -> None:
+    """Report the seconds of requests that sample one token after an image that the server has not
+    seen.
+    """
+    count, side = (2, 56) if shapes.is_tiny() else (IMAGES, SIDE)
+    sampling = Sampling(1.0, 1, suppressed_ids=tuple(processor.suppressed_ids))
+
+    def ask(first: int) -> float:
+        prompts = [
+            processor.prompt(Row(i, "<image>How many circles?", "", (png,), "", f"image:{i}"))
+            for i, png in enumerate(image(side, side, first + i) for i in range(count))
+        ]
+        start = time.monotonic()
+        client.generate(prompts, n=1, sampling=sampling)
+        return time.monotonic() - start
+
+    ask(0)  # kernels are compiled
+    seconds = sorted(ask(count * (i + 1)) for i in range(3))[1]
+    report("images", transport=transport, images=count, side=side, seconds=seconds,
+           images_per_second=count / seconds)  # fmt: skip
 
 
 def compare_logprobs(folder: Path, processor: Processor, client: RolloutClient) -> None:

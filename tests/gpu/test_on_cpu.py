@@ -1,24 +1,34 @@
 """The GPU kit's own code on a CPU: its stages with tiny models, their judgement, and the page."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import torch
 
 from megavlm.config.load import load
 from megavlm.families import family as family_of
+from megavlm.inference import protocol, requests
+from megavlm.inference.protocol import Sampling
+from megavlm.models.common.config import ModelOptions
 from megavlm.run.checks.preflight import check_server_args
 from tests.benchmarks.results import replace_part
-from tests.gpu import figures, grpo, linear_attention, page, parity, shapes, stage
+from tests.gpu import figures, grpo, linear_attention, model, page, parity, shapes, stage
 from tests.gpu.grpo import Memory
 from tests.gpu.lines import LONGEST
-from tests.gpu.stage import Part, Results, Stage
+from tests.gpu.stage import Part, Results, Room, Stage
+from tests.support.prompts import make_prompt
 from tests.support.releases import RELEASES
 from tests.support.timeouts import scaled
 
@@ -55,9 +65,12 @@ def test_stage_a_runs_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("sglang")
 @pytest.mark.timeout(scaled(900))
-@pytest.mark.parametrize(("name", "check"), [("b", "decoding"), ("c", "run")])
-def test_stages_with_a_server_run_on_a_cpu(name: str, check: str, tmp_path: Path) -> None:
-    assert check in {line["check"] for line in run_script(name, tmp_path)}
+@pytest.mark.parametrize(("name", "checks"), [("b", 12), ("c", 15), ("e", 8)])
+def test_stages_with_a_server_run_on_a_cpu(name: str, checks: int, tmp_path: Path) -> None:
+    """Also: the server's log comes back, and a step is a line."""
+    lines = run_script(name, tmp_path)
+    assert len(lines) >= checks, lines
+    assert "rollout_server" in (tmp_path / f"{name}.log").read_text() or name == "b"
 
 
 @pytest.mark.slow
@@ -82,7 +95,9 @@ def run_parts(tmp_path: Path, *programs: str, limit: float = 60) -> list[dict[st
     path = tmp_path / "x.jsonl"
     with path.open("w") as file:
         groups = tuple((InProcess(program, limit=limit),) for program in programs)
-        stage.run(Stage(groups, limit=60), Results("x", file))
+        log = (tmp_path / "x.log").open("w")
+        stage.run(Stage(groups, limit=60), Results("x", file, log), Room(math.inf))
+        log.close()
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -92,6 +107,43 @@ def test_a_part_that_fails_is_a_result_and_the_next_one_runs(tmp_path: Path) -> 
     assert "exit status 1" in lines[0]["fault"] and "no such kernel" in lines[0]["fault"]
     assert (lines[1]["check"], lines[1]["value"], lines[1]["stage"]) == ("sum", 2, "x")
     assert lines[2]["check"] == "end" and lines[2]["fault"] is None
+
+
+def test_what_a_stopped_part_printed_counts_and_its_log_comes_back(tmp_path: Path) -> None:
+    program = """
+import sys, time
+from tests.gpu.lines import report
+try:
+    report("step", seconds=1)
+    print('{"check": "torn', end="", flush=True)
+    time.sleep(600)
+finally:
+    print("the server's log", file=sys.stderr)
+"""
+    step, end = run_parts(tmp_path, program, limit=scaled(10))
+    assert (step["check"], step["seconds"]) == ("step", 1)
+    assert end["fault"].startswith("stopped after")
+    assert "the server's log" in (tmp_path / "x.log").read_text()
+
+
+@pytest.mark.parametrize(("gigabytes", "most"), [(84, 2), (150, 3)])
+def test_parts_run_side_by_side_as_far_as_the_gpu_has_memory(gigabytes: float, most: int) -> None:
+    room, running, seen = Room(gigabytes), [0], []
+    begun = threading.Barrier(most)
+
+    def run(number: int) -> None:
+        with room.taken(stage.WIDE):
+            running[0] += 1
+            seen.append(running[0])
+            if number < most:
+                begun.wait(scaled(10))  # so many fit at once
+            running[0] -= 1
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(run, range(4))] == [None] * 4
+    assert max(seen) == most
+    with room.taken(1e6):  # more than there is: it has the GPU for itself
+        pass
 
 
 def test_a_check_that_fails_is_a_result_and_the_next_one_runs(tmp_path: Path) -> None:
@@ -227,6 +279,7 @@ def memory(growth: float = 0.0, released: float = 30e9) -> Memory:
     ("run", "used", "fault"),
     [
         (steps(), memory(), None),
+        (steps()[:3], memory(), "3 steps of 10"),
         (steps(sync_checked=0), memory(), "no checksum"),
         (steps(skipped_updates=1), memory(), "skipped"),
         (steps(), memory(growth=1e9), "memory grew by 6.0"),
@@ -234,41 +287,87 @@ def memory(growth: float = 0.0, released: float = 30e9) -> Memory:
     ],
 )
 def test_a_run_is_judged(run: list[dict[str, Any]], used: Memory, fault: str | None) -> None:
-    found = grpo.faults_of(run, used, int(80e9))
+    case = replace(grpo.CASES["rest"], steps=10)
+    found = grpo.faults_of(run, used, int(80e9), case)
     assert (found == []) if fault is None else (fault in found[0])
 
 
-def test_memory_is_sampled_beside_a_run(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with grpo.watched(path, lambda: 7, every=0.01) as sampled:
+def test_memory_is_sampled_and_steps_are_shown_beside_a_run(tmp_path: Path) -> None:
+    path, shown = tmp_path / "metrics.jsonl", []
+    with grpo.watched(path, lambda: 7, shown.append, every=0.01) as sampled:
         while len(sampled.samples) < 2:
             pass
-        path.write_text("{}\n")
+        path.write_text('{"step": 1}\n')
         while sampled.samples[-1][0] < 1:
             pass
     assert sampled.by_step() == {1: (7, 7), 2: (7, 7)}
+    assert shown == [{"step": 1}]
 
 
 @pytest.mark.parametrize("is_tiny", [True, False])
-def test_the_run_s_recipe_is_valid(tmp_path: Path, is_tiny: bool) -> None:
+@pytest.mark.parametrize("name", grpo.CASES)
+def test_a_run_s_recipe_is_valid(
+    name: str, is_tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_tiny:
+        monkeypatch.setenv(shapes.SWITCH, "tiny")
     path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps(grpo.recipe(tmp_path, is_tiny=is_tiny)))
+    path.write_text(json.dumps(grpo.recipe(tmp_path, name)))
     config = load(path)
     assert config.rollout.colocate and config.rollout.sync == "tensor"
-    assert config.algorithm.steps == (3 if is_tiny else grpo.STEPS)
+    assert config.algorithm.steps == min(grpo.CASES[name].steps, 3 if is_tiny else 20)
     check_server_args(config.rollout)
 
 
+def test_the_long_run_is_an_eighth_of_the_published_step() -> None:
+    case = grpo.CASES["long"]
+    drawn = grpo.lengths(case)
+    assert len(drawn) == 8 * 8 and max(drawn) == 8192 and min(drawn) >= 1
+    assert sum(drawn) / len(drawn) == pytest.approx(grpo.LONG_MEAN, rel=0.05)
+
+
+def test_requests_ask_for_the_drawn_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("generate_body", "TOKENS_PER_REQUEST"):
+        monkeypatch.setattr(requests, name, getattr(requests, name))  # is taken back
+    monkeypatch.setattr(protocol, "_parameters", protocol._parameters)
+    grpo.fix_lengths([3, 9])
+    request = requests.Request([0], [make_prompt(first_id=5)], n=3)
+    (body, *rest) = request.body(Sampling(1.0, 8), protocol.IN_BODY)
+    values = orjson.loads(body + b"".join(rest))
+    assert values["input_ids"] == [[5, 1, 2]] * 3
+    asked = [(x["max_new_tokens"], x["ignore_eos"], x["n"]) for x in values["sampling_params"]]
+    assert asked == [(3, True, 1), (8, True, 1), (3, True, 1)]
+
+
+def test_weights_and_gradients_of_a_closed_bench_are_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(shapes.SWITCH, "tiny")
+    model.prepare()
+    bench = figures.Bench(figures.config_of("3b"), ModelOptions(dtype=torch.bfloat16))
+    bench.update()
+    weights = [weakref.ref(parameter) for parameter in bench._chunks[0].parameters()]
+    bench.close()
+    del bench
+    figures.release()
+    assert [x for x in weights if x() is not None] == []
+
+
 def test_a_stage_ends_within_a_command_of_ten_minutes() -> None:
-    assert all(each.limit <= 480 for each in stage.STAGES.values())
-    for each in stage.STAGES.values():
+    for each in stage.stages().values():
+        assert each.limit + stage.GRACE < 600
         assert all(part.limit <= each.limit for group in each.groups for part in group)
+    assert [*stage.stages()["c"].groups[0]] == [Part("grpo", ("first",), 170)]
+    names = [group[0].module for group in stage.stages()["a"].groups]
+    assert names.index("profile") < max(i for i, name in enumerate(names) if name == "parity")
 
 
 def test_the_page_has_the_results_of_the_last_run(tmp_path: Path) -> None:
     lines = [
-        {"part": "stage", "check": "start", "fault": None, "date": "2030-01-01", "command": "old"},
-        {"part": "stage", "check": "start", "fault": None, "date": "2030-02-01", "command": "new"},
+        {"part": "stage", "check": "start", "fault": None, "date": "2030-01-01", "command": "old",
+         "state": "b"},
+        {"part": "stage", "check": "start", "fault": None, "date": "2030-02-01", "command": "new",
+         "state": "c"},
         {"part": "machine", "check": "machine", "fault": None, "card": "H100", "cores": 16,
          "python": "3.12", "versions": {"torch": "2.11"}},
         {"part": "parity qwen3_vl wide", "check": "flash, bfloat16", "fault": None, "rms": 0.00123},
@@ -282,7 +381,7 @@ def test_the_page_has_the_results_of_the_last_run(tmp_path: Path) -> None:
     for line in (
         "### Stage A, 2030-02-01",
         "H100, 16 cores; Python 3.12, torch 2.11.",
-        "`new`, ended by its machine's limit; 4 results, 1 faults.",
+        "`new`, state c, ended by its machine's limit; 4 results, 1 faults.",
         "| qwen3_vl wide | flash, bfloat16 | 0.00123 |",
         "| 3b | prompt shared | 1.5 | 3 |",
         "- parity qwen3_vl wide, flex, bfloat16: rms is 2.0e-02",

@@ -100,6 +100,7 @@ def check_step(mesh: Mesh) -> None:
     if not (worst <= ADAM_ERROR and falls):
         fault = f"off by {worst:.1e} of the rate, at most {ADAM_ERROR:.0e}; losses {losses}"
     report("optimizer step", fault=fault, error=max(worst, 0.0), losses=losses)
+    model.let_go(run.updater.chunks)
 
 
 def check_adapters(mesh: Mesh) -> None:
@@ -129,6 +130,7 @@ def _check_adapters(mesh: Mesh, name: str, family: str, lora: LoRA) -> None:
     }
     found = [fault for fault, is_true in faults.items() if is_true]
     report(name, fault="; ".join(found) or None, changed=len(changed))
+    model.let_go(run.updater.chunks)
 
 
 def check_checkpoint(mesh: Mesh) -> None:
@@ -154,6 +156,7 @@ def check_checkpoint(mesh: Mesh) -> None:
     different = not all(map(torch.equal, saved, moved))
     fault = None if same and different else f"loaded as saved: {same}; trained on: {different}"
     report("checkpoint", fault=fault, tensors=len(saved))
+    model.let_go(run.updater.chunks)
 
 
 def check_collectives(mesh: Mesh) -> None:

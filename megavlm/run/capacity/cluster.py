@@ -17,7 +17,7 @@ from megavlm.families import family
 from megavlm.models.sizes import EqualRanks
 from megavlm.run.capacity.memory import GB, GPU, LEAST_CACHE, server_memory
 from megavlm.run.capacity.overview import Load, step_model
-from megavlm.run.capacity.rates import LOW_RATES, NODE
+from megavlm.run.capacity.rates import LOW_RATES, MEASURED_CARD, NODE
 from megavlm.run.capacity.search import (
     Axes,
     Count,
@@ -77,7 +77,7 @@ def cluster_plan(
             f"no split of {num_gpus} GPUs of {gpu / GB:.0f} GB has memory for trainer and servers: "
             "take more GPUs, or look for another pipeline with --search"
         )
-    lines = [f"{num_gpus} GPUs; modelled, nothing is measured"]
+    lines = [f"{num_gpus} GPUs; modelled with rates of {MEASURED_CARD}"]
     for name, split in zip(("Choice", "Runner-up"), found, strict=False):
         lines += [
             f"{name}: {split.title}: {split.seconds:.1f} to {split.slow:.1f} s a step, "

@@ -9,9 +9,17 @@ from transformers import AutoConfig
 
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
+from megavlm.families import family
 from megavlm.models.cost import LANGUAGE_SHARE
 from megavlm.run.capacity.memory import GB, GPU, OVERHEAD, RunMemory
-from megavlm.run.capacity.rates import LOW_RATES, LOW_SHARE, NODE, PUBLISHED_MFU, Rates
+from megavlm.run.capacity.rates import (
+    LOW_RATES,
+    LOW_SHARE,
+    MEASURED_CARD,
+    NODE,
+    PUBLISHED_MFU,
+    Rates,
+)
 from megavlm.run.capacity.time import StepModel
 from megavlm.run.capacity.weight_updates import num_servers
 
@@ -77,6 +85,7 @@ def remedies(load: Load, hf_config: Any, world_size: int, gpu: float) -> Iterato
     config = load()
     parallel, data = config.parallel, config.data
     for changed in (
+        {"recompute.language": "selective", "recompute.modules": f"[{large_module(hf_config)}]"},
         {"recompute.language": "full"},
         {"optimizer.precision_aware": "true"},
         {"parallel.tensor": 2 * parallel.tensor, "parallel.sequence": "true"},
@@ -97,6 +106,14 @@ def remedies(load: Load, hf_config: Any, world_size: int, gpu: float) -> Iterato
             continue  # a layout that the model or the recipe does not support
         if not [*memory.problems()]:
             yield f"{' '.join(overrides)} ({memory.fullest / GB:.0f} GB)"
+
+
+def large_module(hf_config: Any) -> str:
+    """Return the module of a layer whose activations are the largest: `mlp`, or `moe` in a mixture
+    of experts.
+    """
+    architecture = family(hf_config.model_type).architecture(hf_config)
+    return "moe" if "num_moe_experts" in architecture else "mlp"
 
 
 def _ranks(config: Config, world_size: int) -> Iterator[str]:
@@ -156,7 +173,8 @@ def _step(model: StepModel, slow: StepModel) -> Iterator[str]:
     moved = {name: f"{num / GB:.1f}" for name, num in model.exchanged().items()}
     yield (
         f"A step: {step.prompts} prompts of {step.prompt} tokens, {step.responses} responses of "
-        f"{step.response} on average and {step.longest} at most, modelled; nothing is measured"
+        f"{step.response} on average and {step.longest} at most, modelled with rates of "
+        f"{MEASURED_CARD}"
     )
     few = f"{min(packs)}" if min(packs) == max(packs) else f"{min(packs)} to {max(packs)}"
     yield (

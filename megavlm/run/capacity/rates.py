@@ -1,24 +1,30 @@
-"""Assumed rates of an H100 node, and the utilization that others published."""
+"""Rates of an H100 node: measured on one H200, or assumed; and what others published."""
 
 from dataclasses import dataclass, replace
 
 from megavlm.models.cost import H100_FLOPS, LANGUAGE_SHARE, TOWER_SHARE
 
 NODE = 8  # GPUs of a node
+# The card of the measured rates (tests/benchmarks/GPU.md), and the memory bandwidth of its data
+# sheet. It computes as fast as an H100.
+MEASURED_CARD, H200_MEMORY = "one H200", 4.8e12
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Assumed rates: peaks of the data sheet times an expected share, and fixed seconds. None was
-    measured with this code.
+    """Rates of an H100 node.
 
-    flops: Dense bf16 FLOPs per second, H100_FLOPS at 40 %. encoder: FLOPs per second of a vision
-    tower with its small matrices, at 25 %. memory: 3.35 TB/s at 60 %. nvlink: 450 GB/s per
-    direction at 75 %. network: One 400 Gb/s port per GPU at 80 %. host: PCIe 5 at 40 %.
+    Measured on one H200: flops: Dense bf16 FLOPs per second of updates at a 7B model's width,
+    H100_FLOPS at 46 %; passes for log-probs reached 47 %. encoder: FLOPs per second of a vision
+    tower with its small matrices, at 21 %. host: Bytes per second of copies to pinned memory and
+    back. memory, token, layer: Shares and seconds that were assumed and with which the modelled
+    decoding step of a 3B model is the measured one (docs/estimates.md).
 
-    token: Seconds of a server's decoding step in the scheduler and the sampler. layer: Seconds of
-    the small kernels of a layer in a CUDA graph. eager: Seconds in which Python launches a layer
-    without one. all_reduce: Latency of an all-reduce. sync_round: Seconds of a portion of a
+    Assumed, as peaks of the data sheet times an expected share, and fixed seconds: memory: 3.35
+    TB/s at 60 %. nvlink: 450 GB/s per direction at 75 %. network: One 400 Gb/s port per GPU at
+    80 %. token: Seconds of a server's decoding step in the scheduler and the sampler. layer:
+    Seconds of the small kernels of a layer in a CUDA graph. eager: Seconds in which Python launches
+    a layer without one. all_reduce: Latency of an all-reduce. sync_round: Seconds of a portion of a
     weight update besides its bytes, for the messages about it and the starts of its copies.
     """
 
@@ -27,7 +33,7 @@ class Rates:
     memory: float = 0.6 * 3.35e12
     nvlink: float = 0.75 * 450e9
     network: float = 0.8 * 50e9
-    host: float = 0.4 * 64e9
+    host: float = 53e9
     token: float = 2e-3
     layer: float = 40e-6
     eager: float = 300e-6
@@ -45,3 +51,4 @@ PUBLISHED_MFU = {"7B": 0.232, "32B": 0.258}
 LOW_SHARE = PUBLISHED_MFU["7B"] * 4 / 3
 # Rates with which the model computes the 7B's update as slowly as EasyR1.
 LOW_RATES = replace(Rates(), flops=LOW_SHARE * H100_FLOPS)
+H200_RATES = replace(Rates(), memory=H200_MEMORY * Rates.memory / 3.35e12)

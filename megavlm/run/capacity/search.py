@@ -18,8 +18,8 @@ from megavlm.families import family
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.sizes import EqualRanks
 from megavlm.run.capacity.memory import BUDGET, GB, GPU, RunMemory, server_memory, trainer_ranks
-from megavlm.run.capacity.overview import Load, step_model
-from megavlm.run.capacity.rates import NODE
+from megavlm.run.capacity.overview import Load, large_module, step_model
+from megavlm.run.capacity.rates import MEASURED_CARD, NODE
 from megavlm.weight_sync.ownership import numel
 from megavlm.weight_sync.trainable import trained_entries
 
@@ -58,7 +58,9 @@ def search_plan(
             f"no layout of {num_ranks} GPUs of {gpu / GB:.0f} GB has memory for this model: take "
             "more GPUs (--gpus)"
         )
-    lines = [f"{len(found)} layouts of {num_ranks} GPUs fit; modelled, nothing is measured"]
+    lines = [
+        f"{len(found)} layouts of {num_ranks} GPUs fit; modelled with rates of {MEASURED_CARD}"
+    ]
     lines.append(f"{'seconds':>8}{'GB':>6}  overrides of the recipe")
     for x in found[:SHOWN]:
         keys = " ".join(changes(config, x.config)) or "none"
@@ -94,8 +96,7 @@ def search(
     generates = isinstance(recipe.algorithm, PolicyOptimization)
     server = server_memory(recipe, hf_config, gpu) if generates else None
     known = {} if known is None else known
-    module = "moe" if num_experts(hf_config) > 1 else "mlp"
-    selective = (f"recompute.modules=[{module}]",)
+    selective = (f"recompute.modules=[{large_module(hf_config)}]",)
     for number, (axes, context) in enumerate(layouts):
         count(number, len(layouts))
         for recompute, keys in {"none": (), "selective": selective, "full": ()}.items():

@@ -16,11 +16,13 @@ from megavlm.parallel import platform
 
 platform.install()  # before the first import of megatron-core
 
+from megavlm.models.cost import H100_FLOPS  # noqa: E402
 from megavlm.run.capacity.memory import GB  # noqa: E402
-from megavlm.run.capacity.rates import LOW_RATES, NODE, Rates  # noqa: E402
+from megavlm.run.capacity.rates import H200_RATES, LOW_RATES, NODE, Rates  # noqa: E402
 from megavlm.run.capacity.time import StepModel  # noqa: E402
 from megavlm.run.capacity.work import StepWork  # noqa: E402
 from megavlm.slurm.launch import num_servers  # noqa: E402
+from tests.gpu import page, serving  # noqa: E402
 from tests.support.releases import released_config  # noqa: E402
 from tests.unit.config.test_recipes import RECIPES, URLS  # noqa: E402
 
@@ -140,7 +142,7 @@ def tables(folder: Path) -> list[str]:
                 f"{model.received / GB:.1f} GB in {model.sync_rounds}",
             ]
         )
-    rows = times, sizes, waves(folder), published(folder)
+    rows = times, sizes, waves(folder), published(folder), measured(folder)
     return [line for table in rows for line in (*_table(table), "")]
 
 
@@ -161,6 +163,40 @@ def waves(folder: Path) -> list[list[str]]:
                 found.append(modelled(given, folder, step=work).seconds())
             totals = [f"{seconds['total']:.1f}" for seconds in found]
             rows.append([set_up.name, f"{mean:,}", *totals, f"{found[-1]['rollout']:.1f}"])
+    return rows
+
+
+def measured(folder: Path) -> list[list[str]]:
+    """Return the rows of what one H200 measured (tests/benchmarks/gpu), beside the model."""
+    runs = page.read_results()
+    rows = [["One H200", "measured", "modelled", "apart"]]
+
+    def add(name: str, unit: str, seen: float, found: float) -> None:
+        rows.append([name, f"{seen:.3g} {unit}", f"{found:.3g} {unit}", f"{found / seen - 1:+.0%}"])
+
+    rates = Rates()
+    for model in ("7b", "3b"):
+        lines = [x for x in runs["a"] if x["part"] == f"figures {model}" and not x["fault"]]
+        (size,) = [x for x in lines if x["check"] == "model"]
+        name = f"{size['release']}, {size['layers']} layers, {size['tokens']:,} tokens: "
+        phases = {x["phase"]: x for x in lines if x["check"] == "phase"}
+        for phase in ("vision", "log-probs", "forward and backward"):
+            rate = rates.encoder if phase == "vision" else rates.flops
+            seconds, mfu = phases[phase]["seconds"], phases[phase]["mfu"]
+            add(name + phase, "s", seconds, seconds * mfu * H100_FLOPS / rate)
+        peak = phases["forward and backward"]["gigabytes"]
+        add(name + "most memory", "GB", peak, page.modelled_bytes(size) / GB)
+    (saving,) = [x for x in runs["a"] if str(x.get("saving", "")).startswith("optimizer state")]
+    # Of four layers of 3B and its embedding: 12 bytes a parameter, to the host and back.
+    moved = 2 * 12 * (4 * 77.1e6 + 311.2e6)
+    seconds = saving["on"]["seconds"] - saving["off"]["seconds"]
+    add("Optimizer state to the host and back", "s", seconds, moved / rates.host)
+    (line,) = [x for x in runs["b"] if x["check"] == "SGLang's benchmark"]
+    three = SetUp("", "qwen2_5_vl_3b_geo3k", ("rollout.tensor_parallel=1",))
+    server = modelled(three, folder, H200_RATES).server
+    step = server.decode_seconds(serving.BATCH, serving.PROMPT + serving.ANSWER / 2)
+    name = f"Server of 3B, decoding, {serving.BATCH} responses"
+    add(name, "tokens/s", line["tokens_per_second"], serving.BATCH / step)
     return rows
 
 

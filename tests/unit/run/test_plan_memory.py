@@ -1,5 +1,7 @@
 """Modelled memory: every recipe fits 80 GB GPUs, and the model counts what autograd keeps."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megavlm.config.load import load
+from megavlm.config.recompute import Recompute
 from megavlm.config.schema import Config
 from megavlm.data.packing import make_pack, prompt_tree
 from megavlm.data.processor import Prompt
@@ -17,7 +20,16 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout, build_mesh
-from megavlm.run.capacity.memory import GB, RunMemory, activation_bytes, optimizer_bytes, step_bytes
+from megavlm.run.capacity.memory import (
+    GB,
+    RunMemory,
+    activation_bytes,
+    optimizer_bytes,
+    step_bytes,
+    trainer_ranks,
+)
+from megavlm.run.capacity.overview import large_module
+from tests.gpu import page
 from tests.support.families import small_config
 from tests.support.fork import launch
 from tests.support.releases import released_config
@@ -35,12 +47,24 @@ def release(config: Config, folder: Path) -> Any:
 def test_a_recipe_fits_its_gpus_and_says_how_it_is_started(name: str, tmp_path: Path) -> None:
     config, world_size = resolve(name), cluster(name.removesuffix(".yaml")).trainers
     assert world_size % config.parallel.num_ranks == 0
-    memory = RunMemory.of(config, release(config, tmp_path), world_size)
+    hf_config = release(config, tmp_path)
+    ranks = [*trainer_ranks(config, hf_config, world_size)]
+    memory = RunMemory.of(config, hf_config, world_size, ranks=ranks)
     assert [*memory.problems()] == []
+    for less in less_recomputation(config, hf_config):  # which would be faster
+        assert [*RunMemory.of(less, hf_config, world_size, ranks=ranks).problems()], less.recompute
     header = (RECIPES / name).read_text()
     assert f"{memory.fullest / GB:.0f} GB on each of {world_size} GPUs that train" in header
     start = "launch" if "nodes" in name or world_size > 8 else "train"
     assert f"# Start: megavlm {start} recipes/{name}" in header
+
+
+def less_recomputation(config: Config, hf_config: Any) -> Iterator[Config]:
+    """Yield a recipe with each kind of recomputation that takes less time than its own."""
+    large = Recompute(language="selective", modules=(large_module(hf_config),))
+    kinds = [Recompute(), large, replace(large, language="full")]
+    for kind in kinds[: [x.language for x in kinds].index(config.recompute.language)]:
+        yield replace(config, recompute=kind)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +159,14 @@ def test_offloaded_state_is_there_in_the_step_alone(tmp_path: Path) -> None:
     assert stays.optimizer > 20e9 and (stays.step, goes.optimizer) == (0, 0)
     assert goes.step == stays.optimizer
     assert goes.total == stays.total - min(stays.optimizer, stays.activations + stays.logits)
+
+
+@pytest.mark.parametrize("model", ["3b", "7b"])
+def test_an_update_allocates_what_an_h200_measured(model: str) -> None:
+    lines = [x for x in page.read_results()["a"] if x["part"] == f"figures {model}"]
+    (size,) = [x for x in lines if x["check"] == "model"]
+    (row,) = [x for x in lines if x.get("phase") == "forward and backward"]
+    assert page.modelled_bytes(size) / GB == pytest.approx(row["gigabytes"], rel=0.005)
 
 
 TOKENS = 512

@@ -50,7 +50,7 @@ def test_what_would_make_a_recipe_fit_is_named_and_fits(tmp_path: Path) -> None:
     assert "Does not fit: ranks 0-3 need" in text
     line = next(line for line in text.splitlines() if line.startswith("Would fit: "))
     keys = line.removeprefix("Would fit: ").split(" (")[0].split()
-    assert keys == ["recompute.language=full"]
+    assert keys == ["recompute.language=selective", "recompute.modules=[mlp]"]
     assert "Does not fit" not in plan(tmp_path, "qwen2_5_vl_7b_geo3k", *keys)
     small = plan(tmp_path, "qwen2_5_vl_7b_geo3k", "--memory", "24")
     assert "No single key makes it fit" in small
