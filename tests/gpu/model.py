@@ -84,12 +84,16 @@ def ours(
 
 
 def let_go(chunks: list[Any]) -> None:
-    """Have these chunks freed with their last owner. megatron-core's hooks, which add gradients to
-    its buffers, refer to the weights and are held by torch's autograd nodes, which Python's
-    collector cannot look into.
+    """Free the memory of chunks with gradient buffers, and of their main weights. It would stay in
+    use after their last owner is gone: megatron-core's gradient hooks refer to them, and torch's
+    autograd nodes hold the hooks, into which Python's collector cannot look.
     """
     for chunk in chunks:
-        chunk.grad_accs.clear()
+        for parameter in chunk.parameters():
+            for name in ("data", "main_grad", "main_param"):
+                tensor = getattr(parameter, name, None)
+                if tensor is not None:
+                    tensor.untyped_storage().resize_(0)
 
 
 def theirs(config: Any) -> Any:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.gpu import figures, grpo, linear_attention, model, page, parity, shap
 from tests.gpu.grpo import Memory
 from tests.gpu.lines import LONGEST
 from tests.gpu.stage import Part, Results, Room, Stage
+from tests.support.fork import launch
 from tests.support.prompts import make_prompt
 from tests.support.releases import RELEASES
 from tests.support.timeouts import scaled
@@ -339,18 +339,29 @@ def test_requests_ask_for_the_drawn_lengths(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == [(3, True, 1), (8, True, 1), (3, True, 1)]
 
 
-def test_weights_and_gradients_of_a_closed_bench_are_freed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(shapes.SWITCH, "tiny")
+def bytes_of_a_bench() -> tuple[int, int]:
+    """Bytes of weights, gradients and main weights of a bench after an update, open and closed."""
+    os.environ[shapes.SWITCH] = "tiny"
     model.prepare()
     bench = figures.Bench(figures.config_of("3b"), ModelOptions(dtype=torch.bfloat16))
     bench.update()
-    weights = [weakref.ref(parameter) for parameter in bench._chunks[0].parameters()]
+    parameters = [*bench._chunks[0].parameters()]
+    tensors = [x for p in parameters for x in (p, getattr(p, "main_grad", p))]
+    tensors += [p.main_param for p in parameters if hasattr(p, "main_param")]
+
+    def held() -> int:
+        return sum(
+            {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
+        )
+
+    before = held()
     bench.close()
-    del bench
-    figures.release()
-    assert [x for x in weights if x() is not None] == []
+    return before, held()
+
+
+def test_a_closed_bench_takes_no_memory() -> None:
+    ((before, after),) = launch(1, bytes_of_a_bench)
+    assert before > 1e5 and after == 0
 
 
 def test_a_stage_ends_within_a_command_of_ten_minutes() -> None:

@@ -172,7 +172,8 @@ def measured(folder: Path) -> list[list[str]]:
     rows = [["One H200", "measured", "modelled", "apart"]]
 
     def add(name: str, unit: str, seen: float, found: float) -> None:
-        rows.append([name, f"{seen:.3g} {unit}", f"{found:.3g} {unit}", f"{found / seen - 1:+.0%}"])
+        cells = (f"{x:.3g} {unit}" if x < 1000 else f"{x:,.0f} {unit}" for x in (seen, found))
+        rows.append([name, *cells, f"{found / seen - 1:+.0%}"])
 
     rates = Rates()
     for model in ("7b", "3b"):

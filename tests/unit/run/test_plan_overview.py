@@ -30,7 +30,7 @@ def test_a_plan_has_ranks_memory_and_a_step(tmp_path: Path) -> None:
     assert text.startswith("4 trainer GPUs: pipeline 1 x data 2 x context 1 x tensor 2\n")
     assert "data      ranks 0, 2 are one group" in text
     assert "Servers: 1, each of 4 GPUs" in text and "\nranks 0-3 " in text
-    assert "128 prompts of 1465 tokens" in text and "update MFU 30%" in text
+    assert "128 prompts of 1465 tokens" in text and "update MFU 34%" in text
     assert "fit" not in text
 
 

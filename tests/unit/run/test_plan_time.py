@@ -30,7 +30,7 @@ def test_the_documented_cluster_is_the_one_that_the_recipe_starts(set_up: SetUp)
 @pytest.mark.parametrize(
     ("set_up", "trainers", "keys", "gigabytes"),
     [
-        (MOE, 8, (), "81 GB would be needed"),
+        (MOE, 8, (), "88 GB would be needed"),
         (HUGE, 64, ("pipeline=8", "first_stage_layers=11", "last_stage_layers=11"), "on 64, 76 GB"),
     ],
 )

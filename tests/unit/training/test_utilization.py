@@ -55,8 +55,8 @@ def test_utilization() -> None:
         {
             "flops_per_second": 100.0,
             "mfu": 0.2,
-            "modelled/update": 300 / 0.4 / 500,
-            "modelled/vision": 50 / 0.25 / 500,
+            "modelled/update": 300 / 0.46 / 500,
+            "modelled/vision": 50 / 0.21 / 500,
         }
     )
 
