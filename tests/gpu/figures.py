@@ -76,7 +76,7 @@ def peak_bytes() -> int:
 def num_layers(config: Any, gpu: float) -> int:
     """Return the number of layers of a configuration that fit on a GPU of `gpu` bytes."""
     text = config.text_config
-    head = text.hidden_size // text.num_attention_heads
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     attention = 2 * (text.num_attention_heads + text.num_key_value_heads) * head
     layer = text.hidden_size * (attention + 3 * text.intermediate_size)
     tables = 1 if config.tie_word_embeddings else 2

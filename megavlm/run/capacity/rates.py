@@ -14,18 +14,18 @@ MEASURED_CARD, H200_MEMORY = "one H200", 4.8e12
 class Rates:
     """Rates of an H100 node.
 
-    Measured on one H200: flops: Dense bf16 FLOPs per second of updates at a 7B model's width,
-    H100_FLOPS at 46 %; passes for log-probs reached 47 %. encoder: FLOPs per second of a vision
-    tower with its small matrices, at 21 %. host: Bytes per second of copies to pinned memory and
-    back. memory, token, layer: Shares and seconds that were assumed and with which the modelled
-    decoding step of a 3B model is the measured one (docs/estimates.md).
+    Measured on one H200: flops: Dense bf16 FLOPs per second of an update at a 7B model's width,
+    H100_FLOPS at 46 %. encoder: FLOPs per second of a vision tower with its small matrices, at
+    21 %. host: Bytes per second of copies to pinned memory and back, by one GPU.
 
-    Assumed, as peaks of the data sheet times an expected share, and fixed seconds: memory: 3.35
-    TB/s at 60 %. nvlink: 450 GB/s per direction at 75 %. network: One 400 Gb/s port per GPU at
-    80 %. token: Seconds of a server's decoding step in the scheduler and the sampler. layer:
-    Seconds of the small kernels of a layer in a CUDA graph. eager: Seconds in which Python launches
-    a layer without one. all_reduce: Latency of an all-reduce. sync_round: Seconds of a portion of a
-    weight update besides its bytes, for the messages about it and the starts of its copies.
+    Assumed, but a decoding step of the H200 took as long as it does with these: memory: 3.35 TB/s
+    at 60 %. token: Seconds of a server's decoding step in the scheduler and the sampler. layer:
+    Seconds of the small kernels of a layer in a CUDA graph.
+
+    Assumed: nvlink: 450 GB/s per direction at 75 %. network: One 400 Gb/s port per GPU at 80 %.
+    eager: Seconds in which Python launches a layer without a CUDA graph. all_reduce: Latency of an
+    all-reduce. sync_round: Seconds of a portion of a weight update besides its bytes, for the
+    messages about it and the starts of its copies.
     """
 
     flops: float = LANGUAGE_SHARE * H100_FLOPS
