@@ -162,9 +162,10 @@ def recipe(folder: Path, name: str) -> dict[str, Any]:
         values["model"]["dtype"] = "bfloat16"
         values["rollout"]["quantization"] = "fp8"
     if name == "long" and not is_tiny:
-        # A prompt with its longest response: more would be activations, of local layers.
-        longest = 1280
-        values["data"] |= {"max_prompt_tokens": longest, "pack_tokens": longest + LONG_TOKENS}
+        # A pack holds a prompt with its longest response and no more, because activations of
+        # megatron-core's own layers take 2.3 MB a token.
+        prompt = 1280
+        values["data"] |= {"max_prompt_tokens": prompt, "pack_tokens": prompt + LONG_TOKENS}
         values["recompute"] = {"language": "selective", "modules": ["mlp"]}
         values["rollout"]["request_timeout"] = 400
     return values

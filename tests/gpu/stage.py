@@ -25,7 +25,8 @@ from typing import Any, TextIO
 
 from tests.gpu import shapes
 
-SIDE_BY_SIDE = 4  # processes whose figures are not of time
+# Processes whose figures are not of time: kernels are compiled on one core each.
+SIDE_BY_SIDE = min(6, 2 * (os.cpu_count() or 1))
 TAIL = 1500  # characters of a part's output that explain its failure
 LOG = 500_000  # characters of a part's output that come back; a file of at most 16 MiB does
 GRACE = 15  # seconds in which a part that is stopped shows the logs of its servers
