@@ -228,8 +228,15 @@ class Rollout(Section):
                 f"rollout.min_servers={self.min_servers} is more than the {count} servers that "
                 "there are: lower it"
             )
-        for name in self.server_args:
+        for name, value in self.server_args.items():
             plain = name.lstrip("-").replace("-", "_")
+            if plain == "mm_feature_transport" and value not in (None, "cpu"):
+                # SGLang 0.5.23 frees the memory when a request has read it, but sends the same
+                # memory with n + 1 requests of a prompt.
+                raise ValueError(
+                    f"rollout.server_args.{name}={value} would give an image's GPU memory to the "
+                    "next image after the first of a prompt's responses has read it: set it to cpu"
+                )
             if plain in OWNED_SERVER_ARGS:
                 raise ValueError(
                     f"rollout.server_args.{name} is set by megavlm: use {OWNED_SERVER_ARGS[plain]}"

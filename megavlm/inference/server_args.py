@@ -44,6 +44,8 @@ GPU_ARGS: ServerArgs = {
     # SGLang sets 22 for Qwen3-VL on Hopper, which serves a stream of requests well; a step's
     # prompts arrive together, and decoding would begin with a part of them.
     "prefill_decode_interval": 0,
+    # SGLang chooses GPU memory on some machines. See `Rollout.check` on why it must not.
+    "mm_feature_transport": "cpu",
 }
 FP8_BLOCK = 128  # rows and columns of weights with a scale of their own
 # Modules that SGLang would quantise beside the language model's linear layers: the tower, and two
@@ -139,8 +141,6 @@ class ServerOptions:
         """Return the environment variables of a server on any machine."""
         variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         variables["PYTHONFAULTHANDLER"] = "1"  # stack traces in the log, see ServerProcess.abort
-        # Hash an image once, and not on every rank for every response.
-        variables["SGLANG_MM_PRECOMPUTE_HASH"] = "1"
         if not self.cache_images:
             variables["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
         elif self.device == "cuda":  # SGLang turns it off for Qwen3-VL on Hopper, if it is not set

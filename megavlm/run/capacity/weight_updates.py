@@ -67,7 +67,7 @@ def server_layout(config: Config, hf_config: Any) -> ServerLayout:
     rollout = config.rollout
     return ServerLayout(
         rollout.tensor_parallel,
-        int(rollout.server_args.get("ep_size", 1)),
+        int(rollout.server_args.get("ep_size") or 1),
         hf_config.text_config.num_key_value_heads,
         bool(hf_config.tie_word_embeddings),
         linear_rows(hf_config.text_config),

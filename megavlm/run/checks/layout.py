@@ -147,7 +147,7 @@ def _check_blocks(config: Config, architecture: Values) -> None:
         "parallel.tensor": parallel.tensor,
         "rollout.tensor_parallel": rollout.tensor_parallel,
     }
-    served = max(1, rollout.tensor_parallel // int(rollout.server_args.get("ep_size", 1)))
+    served = max(1, rollout.tensor_parallel // int(rollout.server_args.get("ep_size") or 1))
     expert_tensor = {
         "parallel.expert_tensor": parallel.expert_tensor,
         "rollout.tensor_parallel / ep_size": served,

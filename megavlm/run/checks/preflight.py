@@ -226,11 +226,14 @@ def _check_sent(row: Row, encode: Callable[[Any], bytes]) -> None:
 
 
 def check_server_args(rollout: Rollout) -> None:
-    """Raise ValueError if rollout.server_args has an option that SGLang does not have."""
-    if not rollout.server_args:
+    """Raise ValueError if rollout.server_args has an option that SGLang does not have. One that is
+    null is left out, so that a recipe can drop a default of megavlm for another SGLang.
+    """
+    given = [name for name, value in rollout.server_args.items() if value is not None]
+    if not given:
         return
     known = option_names()
-    for name in rollout.server_args:
+    for name in given:
         plain = name.lstrip("-").replace("-", "_")
         if plain not in known:
             near = difflib.get_close_matches(plain, known, n=1)

@@ -310,6 +310,9 @@ BROKEN = {
         "rollout.server_args.quantization=fp8",
     ): "rollout.server_args.quantization is set by megavlm: use rollout.quantization",
     (
+        "rollout.server_args.mm-feature-transport=cuda_ipc",
+    ): "rollout.server_args.mm-feature-transport=cuda_ipc would give an image's GPU memory to",
+    (
         "rollout.server_args.torchao_config=int8wo",
     ): "refused, because SGLang cannot load the weights",
     (

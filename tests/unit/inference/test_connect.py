@@ -185,14 +185,14 @@ def test_launch_script_arguments(write_recipe: Any) -> None:
     done = subprocess.run([bash, "-c", script], capture_output=True, text=True, check=True)
     size, *words = done.stdout.splitlines()
     assert size == "4"
-    variables, words = words[:6], words[6:]
+    variables, words = words[:5], words[5:]
     assert variables[-2:] == ["SGLANG_VLM_CACHE_SIZE_MB=0", "SGLANG_EXPOSE_OWN_ENV_VARS=1"]
     assert "PYTHONFAULTHANDLER=1" in variables, "the stacks of aborted servers"
-    assert "SGLANG_MM_PRECOMPUTE_HASH=1" in variables, "images are hashed once for all responses"
     assert words[:2] == ["--model-path", "models/a b"]
     assert " ".join(words[2:]) == (
         "--device cuda --dtype bfloat16 --tp-size 4 --log-level warning "
-        "--mem-fraction-static 0.85 --prefill-decode-interval 0 --cuda-graph-max-bs-decode 128"
+        "--mem-fraction-static 0.85 --prefill-decode-interval 0 --mm-feature-transport cpu "
+        "--cuda-graph-max-bs-decode 128"
     )
 
 

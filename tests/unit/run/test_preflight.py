@@ -157,6 +157,7 @@ def test_options_of_servers_are_sglangs(write_recipe: WriteRecipe) -> None:
         "mean mem_fraction_static?"
     )
     check(write_recipe(), "rollout.server_args={--mem-fraction-static: 0.5, max_total_tokens: 9}")
+    check(write_recipe(), "rollout.server_args={of_another_release: null, ep_size: null}")
 
 
 def test_the_options_that_megavlm_sets_are_sglangs() -> None:

@@ -279,6 +279,11 @@ FP8 = ["rollout.quantization=fp8", "model.dtype=bfloat16"]
             None,
         ),
         (
+            "Qwen3-VL-30B-A3B",
+            ["rollout.tensor_parallel=2", "rollout.server_args.ep_size=null"],
+            None,
+        ),
+        (
             "Qwen2.5-VL-32B",
             ["rollout.tensor_parallel=5"],
             "model's intermediate_size=27648 over rollout.tensor_parallel=5 is 5529.6, no multiple "
