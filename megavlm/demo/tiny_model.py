@@ -143,7 +143,8 @@ def _slow_decay(model: Any) -> None:
     """
     for name, parameter in model.named_parameters():
         if name.endswith(".A_log"):
-            parameter.data = torch.linspace(0.02, 0.32, len(parameter)).log()
+            decay = torch.linspace(0.02, 0.32, len(parameter), device=parameter.device)
+            parameter.data = decay.log()
 
 
 def _randomise(model: Any) -> None:

@@ -9,8 +9,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
-from megavlm.demo.tiny_configs import interleaved_mrope_section, mrope_section
-from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.demo.tiny_configs import (
+    TinySizes,
+    interleaved_mrope_section,
+    mrope_section,
+    tiny_config,
+)
+from megavlm.demo.tiny_model import SPECIAL_TOKENS, _randomise, _slow_decay, make_tiny_model
 from megavlm.families import FAMILIES
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
@@ -187,6 +192,21 @@ def test_experts_lie_on_disk_as_released_and_load(tmp_path: Path) -> None:
     for name in ("gate_up_proj", "down_proj"):
         on_disk = weights[f"{layers}.0.mlp.experts.{name}"]
         assert torch.equal(getattr(experts, name), on_disk.transpose(1, 2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_stays_on_the_device_that_it_was_made_on(family: str) -> None:
+    """A device that is not the default, as a GPU is not."""
+    define_torchvision_operators()
+    from transformers import AutoModelForImageTextToText
+
+    ids = {token: number for number, token in enumerate(SPECIAL_TOKENS)}
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(tiny_config(family, TinySizes(), 64, ids))
+    _slow_decay(model)
+    _randomise(model)
+    held = [*model.named_parameters(), *model.named_buffers()]
+    assert [name for name, tensor in held if tensor.device.type != "meta"] == []
 
 
 def test_a_randomised_router_spreads(tmp_path: Path) -> None:

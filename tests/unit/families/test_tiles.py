@@ -270,7 +270,10 @@ def test_a_supervised_run_ends_with_an_export_that_equals_it(
         load_file(x / "model.safetensors")
         for x in (folder, Path(result["paths"]["HuggingFace folder"]))
     )
-    assert all((before[name] != after[name]).any() for name in before)
+    unchanged = [name for name in before if (before[name] == after[name]).all()]
+    # A bias of keys shifts all scores of a query alike where positions do not turn them, as in this
+    # tower: its gradient is rounding, which differs by processor.
+    assert [name for name in unchanged if not name.endswith(".attention.k_proj.bias")] == []
 
 
 def test_no_module_of_the_package_names_it() -> None:
