@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megavlm.data.routes import Routes
+from megavlm.models.common import expert_sums
 
 
 class ReplayedRoutes(NamedTuple):
@@ -85,5 +86,6 @@ class ExpertsSpec(NamedTuple):
     @classmethod
     def of(cls, spec: ModuleSpec, groups: ProcessGroupCollection) -> Self:
         """Return the spec for megatron-core's spec of a layer of experts."""
+        expert_sums.install()
         params = {**spec.params, "pg_collection": groups}
         return cls(ReplayingMoELayer, params, spec.submodules)
