@@ -49,6 +49,10 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def is_hopper() -> bool:
+    return has_gpu() and torch.cuda.get_device_capability()[0] == 9
+
+
 def num_gpus() -> int:
     """Return the number of GPUs that this process sees."""
     return torch.cuda.device_count() if has_gpu() else 0

@@ -6,8 +6,10 @@ call of a variable-length kernel; its initial states are final states of the pre
 
 import importlib.util
 from collections.abc import Callable
+from importlib import metadata
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from megavlm.models.linear_attention.chunked_rule import chunk_gated_delta_rule
@@ -34,6 +36,30 @@ def choose_rule() -> Rule:
 
     rule: Rule = fla_rule
     return rule
+
+
+def backward_refusal() -> str | None:
+    """Return why flash-linear-attention's kernel would refuse the backward pass on this machine,
+    and what to do; None if it would not.
+    """
+    # The only refusal on this path in fla-core 0.6.0: chunk_bwd_dqkwg of fla/ops/common/chunk_o.py.
+    installed = _installed("triton")
+    if not platform.is_hopper() or installed is None or _installed("tilelang") is not None:
+        return None
+    if not Version("3.4.0") <= Version(installed) < Version("3.7.1"):
+        return None
+    return (
+        f"flash-linear-attention refuses the backward pass with Triton {installed} on a Hopper "
+        "GPU, because Triton from 3.4.0 to before 3.7.1 computes wrong gradients there: pip "
+        "install tilelang, or a PyTorch with Triton 3.7.1 or later"
+    )
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def tree_convolution(x: Tensor, weight: Tensor, scan: TreeScan) -> Tensor:

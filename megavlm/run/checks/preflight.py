@@ -11,7 +11,7 @@ import difflib
 import importlib.util
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -78,6 +78,8 @@ def check(
     if config.model.checkpoint is not None:
         check_checkpoint(Path(config.model.checkpoint), config, values)
     check_transformer_engine(config.optimizer)
+    if phase == "train":
+        check_linear_attention(values)
     check_run_dir(Path(config.run.dir))
     check_replay(config)
     check_trackers(config.run.trackers)
@@ -266,6 +268,18 @@ def check_transformer_engine(optimizer: Optimizer) -> None:
             "(transformer_engine_torch*.so): pip install --no-build-isolation "
             "'transformer-engine[core_cu13,pytorch]' builds it, or uninstall transformer-engine"
         )
+
+
+def check_linear_attention(values: Mapping[str, Any]) -> None:
+    """Raise ValueError if the model has linear attention that cannot be trained on this machine's
+    GPU. values: The model's config.json.
+    """
+    if "linear_num_key_heads" not in values.get("text_config", {}):
+        return
+    from megavlm.models.linear_attention.delta_rule import backward_refusal  # late, as torch is
+
+    if reason := backward_refusal():
+        raise ValueError(f"this model has layers of linear attention, but {reason}")
 
 
 def check_ports(rollout: Rollout) -> None:

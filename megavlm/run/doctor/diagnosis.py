@@ -87,6 +87,7 @@ def _gpu_findings() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
+    from megavlm.models.linear_attention.delta_rule import backward_refusal
     from megavlm.parallel import platform
 
     rows = gpu_rows()
@@ -96,6 +97,9 @@ def _gpu_findings() -> Iterator[Finding]:
     installed = _installed()
     nccl = next((installed[x] for x in installed if x.startswith("nvidia-nccl")), None)
     yield checks.check_nccl(nccl, dist.is_nccl_available())
+    if reason := backward_refusal():
+        found, _, fix = reason.partition(": ")
+        yield Finding("WARN", "linear attention of Qwen3.5", found, fix)
 
 
 def gpu_rows() -> list[list[str]]:

@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from megavlm.models.linear_attention import delta_rule
 from megavlm.parallel import platform
-from megavlm.run.checks.preflight import is_here
+from megavlm.run.checks.preflight import check_linear_attention, is_here
 from tests.unit.run.checks import WriteRecipe, check, refused
 
 REMOTE = "http://192.0.2.1:30000"  # an address for documentation: no machine has it
@@ -64,6 +65,37 @@ def test_transformer_engine_without_its_extension(
     assert "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]'" in text
     (package.parent / place / "transformer_engine_torch.cpython-311-x86_64-linux-gnu.so").touch()
     check(write_recipe())
+
+
+@pytest.mark.parametrize(
+    ("triton", "tilelang", "is_hopper", "is_refused"),
+    [
+        ("3.4.0", None, True, True),
+        ("3.6.0", None, True, True),
+        ("3.3.1", None, True, False),
+        ("3.7.1", None, True, False),
+        ("3.6.0", "0.1.9", True, False),
+        ("3.6.0", None, False, False),
+        (None, None, True, False),
+    ],
+)
+def test_linear_attention_that_its_kernel_refuses_to_train(
+    monkeypatch: pytest.MonkeyPatch,
+    triton: str | None,
+    tilelang: str | None,
+    is_hopper: bool,
+    is_refused: bool,
+) -> None:
+    installed = {"triton": triton, "tilelang": tilelang}
+    monkeypatch.setattr(delta_rule, "_installed", installed.get)
+    monkeypatch.setattr(platform, "is_hopper", lambda: is_hopper)
+    values = {"text_config": {"linear_num_key_heads": 16}}
+    if is_refused:
+        with pytest.raises(ValueError, match=rf"refuses .* Triton {triton} on a Hopper GPU.*: pip"):
+            check_linear_attention(values)
+    else:
+        check_linear_attention(values)
+    check_linear_attention({"text_config": {}})
 
 
 def test_an_optimizer_without_transformer_engine(write_recipe: WriteRecipe) -> None:
