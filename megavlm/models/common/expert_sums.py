@@ -10,6 +10,7 @@ their own.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 
@@ -33,7 +34,7 @@ def permute(
         The copies [T * k, H] in the order of the experts, their probs, and their tokens.
     """
     if options.get("fused"):
-        return moe_utils.permute(tokens, routing_map, probs, **options)  # type: ignore[no-any-return]
+        return moe_utils.permute(tokens, routing_map, probs, **options)
     assert not options.get("drop_and_pad"), "a token may have fewer than k experts"
     chosen = routing_map.bool().T.contiguous()
     token_of = torch.arange(len(tokens), device=tokens.device).expand(len(chosen), -1)
@@ -53,7 +54,8 @@ def unpermute(copies: Tensor, index: Tensor, restore_shape: torch.Size, **option
 def _sums(copies: Tensor, index: Tensor, num_tokens: int) -> Tensor:
     order = index.argsort(stable=True)
     experts = len(index) // max(num_tokens, 1)
-    return copies.index_select(0, order).view(num_tokens, experts, copies.size(1)).sum(1)
+    # It adds the rows of a bag one after the other.
+    return F.embedding_bag(order.view(num_tokens, max(experts, 1)), copies, mode="sum")
 
 
 class _Copies(torch.autograd.Function):
@@ -65,7 +67,8 @@ class _Copies(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sums(grad, *context.saved_tensors, context.num_tokens), None
+        (index,) = context.saved_tensors
+        return _sums(grad, index, context.num_tokens), None
 
 
 class _Sums(torch.autograd.Function):
