@@ -140,9 +140,9 @@ def barrier(mesh: "Mesh") -> None:
     dist.barrier(group=mesh.objects)
 
 
-def any_rank(flag: bool) -> bool:
+def any_rank(flag: bool | torch.Tensor) -> bool:
     """Return True if the flag is True on any rank. Collective."""
-    vote = torch.tensor(float(flag), device=platform.device())
+    vote = torch.as_tensor(flag, dtype=torch.float32, device=platform.device())
     dist.all_reduce(vote, op=dist.ReduceOp.MAX)
     return vote.item() > 0
 

@@ -1,12 +1,14 @@
 """Device of the process: a GPU with NCCL, or a CPU with gloo. The only module that uses torch.cuda.
 
-megatron-core 0.16.1 assumes CUDA. `install` makes its training path run on a CPU; it is called
-once, before the first `import megatron`, and does nothing on a machine with a GPU. It replaces only
-calls for synchronization, allocation and random states, and two names of Transformer Engine. It
-does not replace model code, arithmetic or communication.
+megatron-core 0.16.1 assumes CUDA and Transformer Engine. `install` makes its training path run on a
+CPU, and on a GPU without Transformer Engine; it is called once, before the first `import megatron`,
+and does nothing where both are there. It replaces calls for synchronization, allocation and random
+states on a CPU, and Transformer Engine's optimizer and norm where that is missing. It does not
+replace model code or communication.
 """
 
 import contextlib
+import importlib.util
 import logging
 import os
 import resource
@@ -51,6 +53,13 @@ def has_gpu() -> bool:
 
 def is_hopper() -> bool:
     return has_gpu() and torch.cuda.get_device_capability()[0] == 9
+
+
+def has_transformer_engine() -> bool:
+    """Return True if layers and optimizer are Transformer Engine's: on a GPU, where it is
+    installed.
+    """
+    return has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def num_gpus() -> int:
@@ -132,7 +141,8 @@ class _Done:
 
 class Adam(torch.optim.Optimizer):
     """Adam with the arguments and the state layout of Transformer Engine's FusedAdam (`step` in the
-    group).
+    group). On a GPU all parameters of a group are updated by one kernel per block of tensors, and
+    the host reads none of them.
 
     megatron-core's distributed optimizer saves and loads that layout; torch's own Adam cannot be
     loaded back.
@@ -163,6 +173,8 @@ class Adam(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
+            # torch's function counts a step itself, in a tensor beside each parameter.
+            steps = torch.full((len(params),), float(group.get("step", 0)), device=params[0].device)
             group["step"] = group.get("step", 0) + 1
             for p in params:
                 if not self.state[p]:
@@ -176,7 +188,10 @@ class Adam(torch.optim.Optimizer):
                 [s["exp_avg"] for s in states],
                 [s["exp_avg_sq"] for s in states],
                 [],
-                [torch.tensor(group["step"] - 1.0) for _ in params],  # adam counts the step itself
+                [*steps.unbind()],
+                # On a CPU the fused kernel rounds the last elements of a tensor differently, so
+                # that updates would depend on how a parameter is cut over ranks.
+                fused=has_gpu(),
                 decoupled_weight_decay=self.adam_w_mode,
                 amsgrad=False,
                 beta1=group["betas"][0],
@@ -188,14 +203,30 @@ class Adam(torch.optim.Optimizer):
             )
 
 
+def _norm(chunk_size: int, flag: Any, lists: Any, per_tensor: bool) -> tuple[torch.Tensor, None]:
+    """Return the norm [1] of all tensors of one list, as Transformer Engine's function does."""
+    (tensors,) = lists
+    return torch.nn.utils.get_total_norm(tensors, foreach=True).view(1), None
+
+
+def _scale(chunk_size: int, flag: Any, lists: Any, factor: float) -> None:
+    """Multiply tensors in place by a factor, as Transformer Engine's function does with two equal
+    lists.
+    """
+    torch._foreach_mul_(lists[1], factor)
+
+
 def install() -> None:
-    """Make megatron-core run on a CPU. Idempotent; does nothing on a machine with a GPU."""
-    if has_gpu() or torch.cuda.synchronize is _nothing:
+    """Make megatron-core run on a CPU, or on a GPU without Transformer Engine. Idempotent."""
+    if has_transformer_engine() or torch.cuda.synchronize is _nothing:
+        return
+    # Its modules warn that Transformer Engine and Apex are missing, which are not needed.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)", module="megatron")
+    if has_gpu():
+        _replace_transformer_engine()
         return
     # megatron-core binds torch's factories as defaults when it is imported.
     assert "megatron.core" not in sys.modules, "install the platform before importing megatron"
-    # Its modules warn that Transformer Engine and Apex are missing, which a CPU does not need.
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)", module="megatron")
     # megatron-core calls functions that torch renamed; users cannot change that.
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated")
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
@@ -297,12 +328,17 @@ def _sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> 
 
 
 def _replace_transformer_engine() -> None:
-    """Replace Transformer Engine's optimizer by `Adam`, and define a name that megatron reads."""
+    """Replace Transformer Engine's optimizer by `Adam` and its norm and scaling of many tensors,
+    and define a name that megatron-core reads.
+
+    megatron-core's own norm and scaling take each tensor by itself, and read its norm on the host.
+    """
     import megatron.core.optimizer as optimizer
-    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.transformer.moe import moe_utils
 
     optimizer.Adam = distrib_optimizer.Adam = Adam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
     moe_utils.te_general_gemm = None

@@ -5,7 +5,7 @@ schedule.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil
 from typing import Any
 
@@ -217,7 +217,8 @@ class Updater:
         ]
         # The largest magnitude is NaN or infinite if any element is; it needs no copy of a buffer.
         largest = [torch.linalg.vector_norm(buffer.grad_data, ord=torch.inf) for buffer in buffers]
-        return not any_rank(any(not norm.isfinite() for norm in largest))
+        finite = torch.stack([norm.isfinite() for norm in largest])
+        return not any_rank(~finite.all())
 
     def step(self, *, value_head_alone: bool = False) -> float:
         """Clip gradients, update the parameters and advance the schedule. Returns the gradient norm
@@ -318,6 +319,8 @@ def build_updater(
         config, wrapped, config_overrides=overrides, use_gloo_process_groups=True
     )
     _make_moments(optimizer)
+    for part in optimizer.chained_optimizers:
+        part._copy_main_params_to_model_params = partial(_copy_main_weights, part)
     scheduler = UpdateSchedule(
         optimizer,
         init_lr=0.0,
@@ -372,6 +375,18 @@ def _make_moments(optimizer: MegatronOptimizer) -> None:
             part.init_state_fn(part.optimizer, part.config)
 
 
+def _copy_main_weights(part: Any) -> None:
+    """Round main weights to the model's weights, which megatron-core copies one by one. An fp32
+    model's weights are main weights, and a precision-aware optimizer writes weights itself.
+    """
+    if part.is_stub_optimizer or part.config.use_precision_aware_optimizer:
+        return
+    groups = zip(part.shard_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
+    for weights, main_weights in groups:
+        if weights:
+            torch._foreach_copy_(weights, main_weights)
+
+
 def _forget_moments(optimizer: MegatronOptimizer) -> None:
     """Zero Adam's moments and their step count. A checkpoint has one step count for all parameters,
     so it must not include updates of the value head alone.
@@ -382,6 +397,5 @@ def _forget_moments(optimizer: MegatronOptimizer) -> None:
         for group in part.optimizer.param_groups:
             if "step" in group:  # fused implementations count by group
                 group["step"] = 0
-        for state in part.optimizer.state.values():
-            for name in MOMENTS:
-                state[name].zero_()
+        states = part.optimizer.state.values()
+        torch._foreach_zero_([state[name] for state in states for name in MOMENTS])

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,11 +20,13 @@ from megavlm.config.optimizer import Optimizer
 from megavlm.data.packing import Pack
 from megavlm.families import family
 from megavlm.models.build import build_model
+from megavlm.models.common import config as model_config
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import load_hf
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.lora import adapters, add_adapters
+from megavlm.parallel import platform
 from megavlm.parallel.collectives import reduce_measures
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.forward_backward import compute_logprobs, forward_backward
@@ -38,6 +42,7 @@ from tests.parity.reference import Sequences, distinct_images
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 from tests.support.fork import launch
 from tests.support.levels import slow
+from tests.support.operators import Operators
 
 pytestmark = pytest.mark.distributed
 ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
@@ -90,13 +95,18 @@ def start(
     lora: LoRA | None = None,
     settings: Optimizer = SETTINGS,
     head: Literal["tokens", "both"] = "tokens",
+    dtype: torch.dtype = torch.float32,
 ) -> Run:
     """A model and this rank's parts of its packs."""
     inputs = inputs_of(folder)
     config = inputs.config
     mesh = build_mesh(ranks.mesh)
     options = ModelOptions(
-        sequence=ranks.sequence, freeze_tower=frozen, freeze_merger=frozen, head=head
+        sequence=ranks.sequence,
+        freeze_tower=frozen,
+        freeze_merger=frozen,
+        head=head,
+        dtype=dtype,
     )
     chunks = build_model(config, mesh, options)
     entries = family(config.model_type).mapping(config)
@@ -113,8 +123,11 @@ def start(
 
 
 def train(folder: Path, ranks: Ranks) -> list[Any]:
+    return history(start(folder, ranks, frozen=False))
+
+
+def history(run: Run) -> list[Any]:
     """Per step: loss per token and gradient norm."""
-    run = start(folder, ranks, frozen=False)
     history = []
     for _ in range(STEPS):
         reports = run.forward_backward(run.features())
@@ -163,6 +176,25 @@ def check_updates(folder: Path, ranks: Ranks) -> None:
         np.testing.assert_allclose(history[0], expected[0], rtol=1e-6)
         # Adam divides by a gradient's own size: rounding in entries near zero grows with each step.
         np.testing.assert_allclose(history, expected, rtol=2e-5)
+
+
+def train_with_fused_swiglu(folder: Path) -> list[Any]:
+    """As `train`, on a GPU without Transformer Engine: its layers are a CPU's but for SwiGLU."""
+    on_a_gpu = SimpleNamespace(has_gpu=lambda: True, has_transformer_engine=lambda: False)
+    with mock.patch.object(model_config, "platform", on_a_gpu):
+        run = start(folder, LAYOUTS["one rank"], frozen=False)
+    config = run.updater.chunks[0].config
+    assert config.bias_activation_fusion
+    assert not (config.apply_rope_fusion or config.fused_weight_gradients)
+    assert not (config.moe_grouped_gemm or config.moe_permute_fusion)
+    return history(run)
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_a_gpu_without_transformer_engine_makes_the_same_updates(model: str) -> None:
+    folder = model_folder(model)
+    (found,) = launch(1, train_with_fused_swiglu, folder)
+    np.testing.assert_allclose(found, history_of(folder), rtol=2e-5)
 
 
 def not_finite(folder: Path, ranks: Ranks, number: float) -> bool:
@@ -219,6 +251,31 @@ def test_the_check_for_finite_gradients_copies_none_of_them(folder: Path) -> Non
     """Not even as booleans: gradients are most of what a GPU holds then."""
     ((new, gradients),) = launch(1, memory_of_the_check, folder)
     assert 0 < new < 100 < gradients
+
+
+def operators_of_a_step(folder: Path, frozen: bool) -> tuple[int, Any]:
+    """Return the number of trained tensors, and the operators of an update after its backward, with
+    the optimizer's kernel of a GPU.
+    """
+    run = start(folder, LAYOUTS["one rank"], frozen=frozen, dtype=torch.bfloat16)
+    run.forward_backward(run.features())
+    on_a_gpu = {"has_gpu": lambda: True, "device": lambda: torch.device("cpu")}
+    with Operators() as operators, mock.patch.multiple(platform, **on_a_gpu):
+        assert run.updater.gradients_are_finite()
+        run.updater.step()
+    tensors = [p for chunk in run.updater.chunks for p in chunk.parameters() if p.requires_grad]
+    return len(tensors), operators.counts
+
+
+def test_an_update_takes_all_tensors_at_once(folder: Path) -> None:
+    """And reads two numbers: whether gradients are finite, and their norm."""
+    (few, fewer), (many, more) = (
+        launch(1, operators_of_a_step, folder, frozen)[0] for frozen in (True, False)
+    )
+    assert many > 2 * few > 50
+    assert more == fewer
+    assert more["aten::_local_scalar_dense"] == 2
+    assert more["aten::_fused_adamw_"] and "aten::copy_" not in more
 
 
 def skips(folder: Path, ranks: Ranks) -> list[Any]:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -66,9 +67,11 @@ def test_installing_after_megatron_is_refused() -> None:
 @given(
     weight_decay=st.sampled_from([0.0, 0.1]),
     decoupled=st.booleans(),
+    on_a_gpu=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_adam_equals_torch(weight_decay: float, decoupled: bool, seed: int) -> None:
+def test_adam_equals_torch(weight_decay: float, decoupled: bool, on_a_gpu: bool, seed: int) -> None:
+    """The kernel for CPUs, and the one for GPUs."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(5, generator=generator)
     ours, theirs = start.clone().requires_grad_(), start.clone().requires_grad_()
@@ -81,7 +84,8 @@ def test_adam_equals_torch(weight_decay: float, decoupled: bool, seed: int) -> N
         gradient = torch.randn(5, generator=generator)
         for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
             parameter.grad = gradient.clone()
-            optimizer.step()
+            with mock.patch.object(platform, "has_gpu", lambda: on_a_gpu):
+                optimizer.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
     assert optimizers[0].param_groups[0]["step"] == 3
     assert set(optimizers[0].state[ours]) == {"exp_avg", "exp_avg_sq"}
