@@ -33,10 +33,10 @@ class Model(Section):
     precision only."""
 
     fusions: bool = True
-    """Use fused kernels on a GPU: compute SwiGLU and the rotary embedding as one kernel each,
-    accumulate weight gradients into their buffer within the matrix product, and permute the tokens
-    of experts with Transformer Engine's kernels. The rotary embedding is then computed in float32.
-    False uses separate PyTorch operations, as on a CPU."""
+    """Use fused kernels on a GPU: compute SwiGLU as one kernel and, where Transformer Engine is
+    installed, the rotary embedding, accumulate weight gradients into their buffer within the matrix
+    product, and permute the tokens of experts with its kernels. The rotary embedding is then
+    computed in float32. False uses separate PyTorch operations, as on a CPU."""
 
     freeze_tower: bool = True
     """Keep the weights of the vision tower fixed. Image features then stay the same in every step,

@@ -1,11 +1,9 @@
 """Our model and transformers' in one process, with the same random weights, on its device."""
 
 import gc
-import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -18,7 +16,6 @@ from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.demo.tiny_model import _slow_decay
 from megavlm.families import family
 from megavlm.models.build import build_model
-from megavlm.models.common import language
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import MEMORY, HubTensors, load_hf, local_tensors
 from megavlm.models.common.logprobs import Scoring
@@ -31,19 +28,14 @@ from megavlm.training.forward_backward import forward_backward
 from megavlm.training.gradient_buffers import wrap
 from megavlm.training.step.vision_features import VisionFeatures
 
-
-def has_transformer_engine() -> bool:
-    """Return True if Transformer Engine is here, for a GPU."""
-    return platform.has_gpu() and importlib.util.find_spec("transformer_engine") is not None
+has_transformer_engine = platform.has_transformer_engine
 
 
 def prepare() -> None:
-    """Make this process a run of one rank. Without Transformer Engine it has CPU runs' Adam."""
+    """Make this process a run of one rank."""
     gc.enable()  # tests are collected without it
     platform.install()
     init_distributed()
-    if platform.has_gpu() and not has_transformer_engine():
-        platform._replace_transformer_engine()
     # torch's default for convolutions, of which transformers' towers have one.
     torch.backends.cudnn.allow_tf32 = False
 
@@ -51,7 +43,7 @@ def prepare() -> None:
 @contextmanager
 def layers_of(engine: bool) -> Iterator[None]:
     """Build Transformer Engine's layers within the context, or megatron-core's own."""
-    with mock.patch.object(language, "platform", SimpleNamespace(has_gpu=lambda: engine)):
+    with mock.patch.object(platform, "has_transformer_engine", lambda: engine):
         yield
 
 
@@ -69,7 +61,6 @@ def build(config: Any, mesh: Mesh, options: ModelOptions, *, engine: bool) -> li
     """Return our chunks, randomly initialised. engine: with Transformer Engine's layers, which have
     the fused kernels and the experts in one kernel.
     """
-    options = replace(options, fusions=options.fusions and engine)
     with layers_of(engine):
         return build_model(config, mesh, options)
 

@@ -19,11 +19,13 @@ from torch import Tensor
 from megavlm.models.common.attention_backends import choose_backend
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.pack_layout import PackLayout
+from megavlm.models.common.rotary import rotate
 
 
 class TreeAttention(MegatronModule):
     """Core attention with megatron-core's contract: query [t, 1, heads, D] in, [t, 1, heads x D]
-    out. Raises ValueError for a backend that cannot run here.
+    out. It applies the rotary embedding too if the layout has its tables. Raises ValueError for a
+    backend that cannot run here.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class TreeAttention(MegatronModule):
         layout = packed_seq_params
         assert layout is not None and query.size(1) == 1
         query, key, value = (x.squeeze(1) for x in (query, key, value))
+        if layout.rotary is not None:
+            query, key = rotate(query, key, layout.rotary)
         if self.context_group.size() > 1:
             key, value = gather_context(key, value, layout.gather_index, self.context_group)
         assert (len(query), len(key)) == (len(layout.token_index), layout.num_tokens)

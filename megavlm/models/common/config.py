@@ -91,6 +91,7 @@ def language_config(
     virtual = layout.virtual if layout.virtual > 1 else None
     has_experts = "num_moe_experts" in architecture
     fused = options.fusions and platform.has_gpu()
+    engine = platform.has_transformer_engine()
     return LanguageConfig(
         **architecture,
         activation_func=F.silu,
@@ -117,7 +118,7 @@ def language_config(
         batch_p2p_comm=virtual is None,
         # On gloo with overlap, deallocation would corrupt outputs that are still being sent.
         deallocate_pipeline_outputs=platform.has_gpu(),
-        moe_grouped_gemm=has_experts and platform.has_gpu(),
+        moe_grouped_gemm=has_experts and engine,
         cuda_graph_scope=[],
         attention_softmax_in_fp32=True,
         # Losses are already divided by their global denominator, so gradients are summed and never
@@ -126,9 +127,9 @@ def language_config(
         bias_activation_fusion=fused,  # SwiGLU; it keeps only its input for the backward pass
         # Angles are given per token, and megatron-core does not treat PackLayout as "thd". So the
         # kernel uses the angles unchanged, M-RoPE's too.
-        apply_rope_fusion=fused,
-        moe_permute_fusion=fused and has_experts,
-        fused_weight_gradients=fused,
+        apply_rope_fusion=fused and engine,
+        moe_permute_fusion=fused and engine and has_experts,
+        fused_weight_gradients=fused and engine,
         # This is for megatron-core's own linear layers, and needs apex. Only the output layer is
         # one, and its product is computed in chunks (`token_scores`).
         gradient_accumulation_fusion=False,

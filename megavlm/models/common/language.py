@@ -1,7 +1,7 @@
 """Language model: one stage of megatron-core's GPTModel over packs, with positions given per token.
 
-The layers are Transformer Engine's on a GPU and megatron-core's own on a CPU. Both have tree
-attention, DeepStack and the same checkpoint keys.
+The layers are Transformer Engine's on a GPU where it is installed, and megatron-core's own
+elsewhere. Both have tree attention, DeepStack and the same checkpoint keys.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from megavlm.models.common.attention import GatedSelfAttention, TreeAttention
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.deepstack import DeepStackLayer
 from megavlm.models.common.pack_layout import PackLayout
+from megavlm.models.common.rotary import MultimodalRotary
 from megavlm.models.common.routing_replay import ExpertsSpec
 from megavlm.models.linear_attention.gated_delta_net import (
     GatedDeltaNet,
@@ -120,12 +121,17 @@ class LanguageModel(GPTModel):
             # A recomputed region has gradients only if one of its inputs requires them. With
             # adapters on a frozen embedding, no input would.
             hidden = hidden.detach().requires_grad_()
+        angles = None
+        if self.config.apply_rope_fusion:
+            angles = self.rotary(positions)
+        else:
+            layout.rotary = self.rotary.tables(positions, hidden.dtype)
         self.decoder.set_input_tensor(hidden)
         return self.decoder(
             hidden_states=hidden,
             attention_mask=None,
             context=levels,
-            rotary_pos_emb=self.rotary(positions),
+            rotary_pos_emb=angles,
             packed_seq_params=layout,
         )
 
@@ -134,28 +140,6 @@ class LanguageModel(GPTModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
-
-
-class MultimodalRotary(nn.Module):
-    """Rotary angles of each token: maps positions [3, T] to [T, 1, 1, head_dim], the form that
-    megatron-core's attention uses.
-    """
-
-    inverse_frequencies: Tensor
-    axes: Tensor
-
-    def __init__(self, rotary: Rotary) -> None:
-        super().__init__()
-        head_dim, axes = rotary.head_dim, rotary.axes
-        assert len(axes) == head_dim // 2, f"{len(axes)} axes for {head_dim // 2} frequencies"
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        self.register_buffer("inverse_frequencies", 1.0 / rotary.theta**exponents, persistent=False)
-        self.register_buffer("axes", torch.tensor(axes), persistent=False)
-
-    def forward(self, positions: Tensor) -> Tensor:
-        # In fp32 for every dtype of the model: bf16 represents integers exactly only up to 256.
-        angles = positions[self.axes].t().float() * self.inverse_frequencies.float()
-        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
 
 
 class MegatronRMSNorm(nn.RMSNorm):
@@ -175,8 +159,8 @@ class MegatronRMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         if not self.zero_centred:
             return super().forward(x)
-        normed = F.rms_norm(x.float(), self.normalized_shape, eps=self.eps)
-        return (normed * (1 + self.weight.float())).to(x.dtype)
+        weight = 1 + self.weight.float()
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 def layer_specs(
@@ -216,7 +200,7 @@ def _layer_spec(
     config: LanguageConfig, kind: LayerKind, groups: ProcessGroupCollection
 ) -> ModuleSpec:
     experts = config.num_moe_experts if kind.has_experts else None
-    if platform.has_gpu():
+    if platform.has_transformer_engine():
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
@@ -258,7 +242,7 @@ def _norm_keys(kind: LayerKind) -> dict[str, str]:
 
 
 def _final_norm() -> type | ModuleSpec:
-    if not platform.has_gpu():
+    if not platform.has_transformer_engine():
         return MegatronRMSNorm
     from megatron.core.extensions.transformer_engine import TENorm
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from megavlm.data.context_parallel import SegmentRun
 from megavlm.data.packing import Pack
 from megavlm.data.routes import Routes
+from megavlm.models.common.rotary import RotaryTables
 
 PADDING = 1.25  # limit of (query, key) pairs in a padded batch, relative to its sequences' pairs
 
@@ -94,6 +95,7 @@ class PackLayout(PackedSeqParams):
     block_mask: Any = None  # for flex, created on first use
     tree_scan: Any = None  # for linear attention, created on first use
     routes: Routes | None = None  # of this rank's hidden states
+    rotary: RotaryTables | None = None  # of this rank's tokens; None if layers take angles
 
     @classmethod
     def of(cls, pack: Pack, **more: Any) -> Self:

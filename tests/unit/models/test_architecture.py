@@ -9,7 +9,7 @@ import torch
 from megavlm import families
 from megavlm.models.common.architecture import interleaved_axes
 from megavlm.models.common.config import LanguageConfig
-from megavlm.models.common.language import MultimodalRotary
+from megavlm.models.common.rotary import MultimodalRotary
 from tests.support.families import FAMILIES, build_in_transformers, part, small_config
 from tests.support.releases import RELEASES, released_config
 
@@ -17,11 +17,14 @@ from tests.support.releases import RELEASES, released_config
 def assert_same_angles(config: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     positions = torch.randint(0, 5000, (3, 200), generator=generator)
-    ours = MultimodalRotary(part(config.model_type, "config").rotary(config))(positions)
+    rotary = MultimodalRotary(part(config.model_type, "config").rotary(config))
+    ours = rotary(positions)
     embedding = type(build_in_transformers(config).model.language_model.rotary_emb)
     cos, sin = embedding(config.text_config)(torch.ones(()), positions[:, None])
     assert ours.shape == (200, 1, 1, cos.size(-1)) and ours.dtype == torch.float32
     assert torch.equal(ours[:, 0, 0].cos(), cos[0]) and torch.equal(ours[:, 0, 0].sin(), sin[0])
+    for table, whole in zip(rotary.tables(positions, torch.float32), (cos, sin), strict=True):
+        assert torch.equal(table[:, 0].repeat(1, 2), whole[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

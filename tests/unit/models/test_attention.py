@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.attention import flex_attention, varlen
@@ -28,6 +29,7 @@ from megavlm.models.common.pack_layout import (
     causal_sequences,
     similar,
 )
+from megavlm.models.common.rotary import RotaryTables, rotate
 from megavlm.parallel import platform
 from tests.support import kernels as gpu_kernels
 from tests.support.forests import (
@@ -37,6 +39,7 @@ from tests.support.forests import (
     random_shape,
     separate_sequences,
 )
+from tests.support.operators import Operators
 
 SCALE, HEAD_DIM = 0.3, 8
 
@@ -264,3 +267,30 @@ def test_choice_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="transformer_engine is not installed"):
         choose_backend("transformer_engine", torch.bfloat16)
+
+
+def turned(angles: int, *, ours: bool) -> tuple[list[Tensor], list[int]]:
+    """Return turned queries and keys with their gradients, and the operators of both passes."""
+    query, key, _, gradient = inputs(30, 4, 2)
+    turns = gradient[:, :1, :angles].detach() * 9
+    with Operators() as forward:
+        if ours:
+            query, key = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (query, key))
+            outputs = [*rotate(query, key, RotaryTables(turns.cos(), turns.sin()))]
+        else:
+            whole = torch.cat([turns, turns], -1)
+            outputs = [_apply_rotary_pos_emb_bshd(x, whole) for x in (query, key)]
+    with Operators() as backward:
+        gradients = torch.autograd.grad(outputs, (query, key), [gradient, gradient[:, :2]])
+    return [*outputs, *gradients], [forward.counts.total(), backward.counts.total()]
+
+
+@pytest.mark.parametrize("angles", [4, 3])
+def test_a_rotation_is_megatron_core_s_in_few_operators(angles: int) -> None:
+    """Of whole heads, and of the first six of eight dimensions."""
+    (expected, many), (found, few) = (turned(angles, ours=ours) for ours in (False, True))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+    is_partial = angles < HEAD_DIM // 2
+    assert few == [8 + is_partial, 4 + is_partial], "with two copies and two tables"
+    assert many[0] > 2 * few[0] and many[1] > 3 * few[1]
