@@ -15,6 +15,7 @@ from rich.table import Table
 from checkpoint_tools.lora.step_adapters import describe_adapters, has_adapters
 from checkpoint_tools.safetensors_io import Spec
 from checkpoint_tools.weights import Weights
+from megavlm.checkpointing.untrained import untrained_tensors
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Shape
 from megavlm.models.sizes import ParameterSize
@@ -62,6 +63,8 @@ def weights_summary(weights: Weights) -> dict[str, Any]:
         "has_optimizer": step.has_optimizer if step else None,
         "parameters": sum(part.parameters for part in parts),
         "bytes": sum(part.bytes for part in parts),
+        "hf_tensors": sum(len(group[0].hf) for group in weights.groups.values())
+        + len(untrained_tensors(weights.hf_files)),
         "components": [vars(part) for part in parts],
         "adapters": describe_adapters(weights) if has_adapters(weights) else None,
     }
@@ -96,6 +99,7 @@ def weights_table(weights: Weights) -> RenderableType:
         alpha = "unknown" if known["alpha"] is None else f"{known['alpha']:g}"
         rows["adapters"] = f"rank {known['rank']}, alpha {alpha}"
         rows["on"] = ", ".join(known["targets"])
+    rows["HuggingFace tensors"] = f"{facts['hf_tensors']:,}, which export writes"
     return component_table(rows, weights_components(weights))
 
 

@@ -28,11 +28,23 @@ app = typer.Typer(
 )
 add_version(app, "megavlm")
 
+
+def complete_key(incomplete: str) -> list[str]:
+    """Return what the shell completes a recipe's key with."""
+    from megavlm.config.load import recipe_keys
+
+    return [f"{key}=" for key in recipe_keys() if key.startswith(incomplete)]
+
+
 PUBLISHED = ", ".join(task.published.name for task in built_in_tasks().values() if task.published)
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML recipe.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Recipe keys to change, for example run.seed=1."),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Recipe keys to change, for example run.seed=1.",
+        autocompletion=complete_key,
+    ),
 ]
 DryRun = Annotated[
     bool,
@@ -384,6 +396,7 @@ def launch(
         typer.Argument(
             metavar="KEY=VALUE",
             help="Recipe keys to change; %a is the number of the task in an --array.",
+            autocompletion=complete_key,
         ),
     ] = None,
     dry_run: Annotated[

@@ -69,6 +69,15 @@ def build(raw: DictConfig | Mapping[str, Any]) -> Config:
     return config
 
 
+def recipe_keys() -> list[str]:
+    """Return the keys of a recipe as `section.key`, with those of every algorithm."""
+    classes = {name: [cls] for name, cls in SECTIONS.items()}
+    classes["algorithm"] = list(ALGORITHMS.values())
+    return sorted(
+        {f"{name}.{key}" for name, kinds in classes.items() for cls in kinds for key in _keys(cls)}
+    )
+
+
 def _algorithm(values: Any) -> type[Algorithm]:
     name = str(values.get("name", "grpo")) if isinstance(values, dict) else "grpo"
     if name not in ALGORITHMS:

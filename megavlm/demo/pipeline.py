@@ -5,6 +5,7 @@ warm start and then GRPO (or another algorithm) against a real SGLang server, ev
 Its training runs use the recipes in recipes/debug, started as a user would start them.
 """
 
+import difflib
 import json
 import os
 import shlex
@@ -71,8 +72,11 @@ class DemoOptions:
         known.remove("sft")  # the recipe of the warm start
         algorithm = self.algorithm
         if algorithm not in known:
+            near = difflib.get_close_matches(algorithm, known, n=1)
+            hint = f"did you mean {near[0]}? Otherwise " if near else ""
             raise ValueError(
-                f"--algorithm {algorithm} has no recipe: choose one of {', '.join(known)}"
+                f"--algorithm {algorithm} (ALGORITHM or ENV of make demo) has no recipe: {hint}"
+                f"choose one of {', '.join(known)}"
             )
         if self.data is not None and algorithm != "grpo":
             raise ValueError(

@@ -69,7 +69,8 @@ def train(config: Config, progress: Progress) -> bool:
         if mesh.is_driver:
             stack.enter_context(run_lock(config.run.dir))
             changed = changes(config, config.run.dir)
-            write(config, config.run.dir)
+            if not changed:
+                write(config, config.run.dir)
             if generates(config):
                 with phases("start of servers"):
                     connection = stack.enter_context(
@@ -107,6 +108,8 @@ def train(config: Config, progress: Progress) -> bool:
             stack.callback(sync.close)
         trainer = _trainer(train_state, driver, sync)
         trainer.setup()
+        if changed:  # recorded only now, as a resume that is refused is not a start
+            write(config, config.run.dir)
         if train_state.step and changed:
             progress.line(f"changed since the last start: {'; '.join(changed)}")
         complete = trainer.run(limit)

@@ -1,6 +1,5 @@
 """Initial model of a run."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from megavlm.checkpointing.adapter_settings import AdapterSettings, check_alpha, saved_adapter_keys
 from megavlm.checkpointing.all_ranks import run_on_all_ranks
-from megavlm.checkpointing.folder import MANIFEST, locate_step
+from megavlm.checkpointing.folder import locate_step
 from megavlm.checkpointing.load import load_checkpoint
 from megavlm.config.lora import LoRA
 from megavlm.config.schema import Config
@@ -36,26 +35,6 @@ def starting_step(config: Config) -> Path | None:
         "start", lambda: locate_step(Path(source), None) if dist.get_rank() == 0 else Path()
     )
     return step
-
-
-def checkpoint_identity(step: Path | None) -> dict[str, str] | None:
-    """Return the path and the content's digest of the checkpoint step that a run starts from."""
-    if step is None:
-        return None
-    digest = hashlib.sha256((step / MANIFEST).read_bytes()).hexdigest()
-    return {"path": str(step), "digest": digest}
-
-
-def check_same_start(now: dict[str, str] | None, first: dict[str, str] | None) -> None:
-    """Raise ValueError if a resumed run would take another checkpoint for the model that it first
-    started from, its reference.
-    """
-    if (now or {}).get("digest") != (first or {}).get("digest"):
-        held, meant = ("null" if step is None else step["path"] for step in (now, first))
-        raise ValueError(
-            f"model.checkpoint is now {held}, but the run started from {meant}, and that is its "
-            f"reference model: set model.checkpoint={meant}, or start anew with run.resume=never"
-        )
 
 
 def start_model(

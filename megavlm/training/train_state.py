@@ -8,8 +8,8 @@ from typing import Any, Literal, Self
 
 from transformers import AutoConfig
 
-from megavlm.checkpointing.adapter_settings import check_alpha
-from megavlm.checkpointing.folder import latest_step, locate_step
+from megavlm.checkpointing.all_ranks import run_on_all_ranks
+from megavlm.checkpointing.folder import Manifest
 from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.retention import Retention
 from megavlm.checkpointing.save import PendingSave, SaveTarget
@@ -21,18 +21,20 @@ from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.observability.phases import Phases, seconds_outside_phases
 from megavlm.observability.progress import Progress
-from megavlm.parallel.collectives import broadcast_object
 from megavlm.parallel.mesh import Mesh
 from megavlm.training.initial_model import (
     adapter_settings,
-    check_same_start,
-    checkpoint_identity,
     start_model,
     starting_step,
 )
 from megavlm.training.optimizer import Updater, build_updater
-
-POLICY_CHECKPOINTS = "checkpoints"  # folder in the run directory
+from megavlm.training.resume import (
+    POLICY_CHECKPOINTS,
+    check_resume,
+    checkpoint_identity,
+    model_identity,
+    step_to_resume,
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -45,6 +47,9 @@ class TrainState:
 
     start: The identity of that step. It may be deleted while the run goes on.
 
+    base: The identity of the HF folder that the weights start from; None for a checkpoint step, and
+    on ranks other than the driver.
+
     algorithm_state: The trainer's own values in a checkpoint, equal on all ranks.
 
     evaluated_step: Last step whose weights were evaluated; only the driver's value counts.
@@ -56,6 +61,7 @@ class TrainState:
     entries: Sequence[Entry]
     initial_step: Path | None
     start: dict[str, str] | None
+    base: dict[str, str] | None
     model: list[VisionLanguageModel]
     updater: Updater
     saver: Saver
@@ -106,6 +112,9 @@ class TrainState:
             entries=entries,
             initial_step=initial_step,
             start=checkpoint_identity(initial_step),
+            base=model_identity(Path(config.model.folder))
+            if mesh.is_driver and initial_step is None
+            else None,
             model=model,
             updater=updater,
             saver=saver,
@@ -124,20 +133,18 @@ class TrainState:
 
         Raises ValueError if the configuration cannot continue from the step.
         """
-        if self.config.run.resume == "never":
-            return None
-        step = self.config.checkpoint.step
-        if step is None:  # only one rank searches, so that only one warns
-            found = latest_step(self.folder) if self.mesh.is_driver else None
-            step = broadcast_object(found, self.mesh)
+
+        def find() -> int | None:
+            """Find and check the step on one rank, so that warnings appear once."""
+            if not self.mesh.is_driver or (path := step_to_resume(self.config)) is None:
+                return None
+            check_resume(self.config, path, self.hf_config.model_type, self.initial_step)
+            return Manifest.read(path).step
+
+        found = run_on_all_ranks("resume", find)
+        step = next((step for step in found if step is not None), None)
         if step is None:
             return None
-        last = self.config.algorithm.steps
-        if step > last:
-            raise ValueError(
-                f"algorithm.steps={last}, but the run has made {step}: set it to {step} or more, "
-                f"or resume from an earlier step (checkpoint.step={last} or below)"
-            )
         with self.updater.state_on_device():
             extra = load_checkpoint(
                 self.folder,
@@ -147,10 +154,6 @@ class TrainState:
                 scheduler=self.updater.scheduler,
                 model_type=self.hf_config.model_type,
             )
-        if self.config.algorithm.has_reference and "start" in extra:  # older ones lack it
-            check_same_start(self.start, extra["start"])
-        if self.config.lora.rank:
-            check_alpha(locate_step(self.folder, step), self.config.lora.alpha)
         self.step = extra["step"]
         self.evaluated_step = extra.get("evaluated_step", self.step)  # older ones lack it
         self.algorithm_state = extra["algorithm"]
@@ -176,6 +179,7 @@ class TrainState:
                     "driver": driver_state,
                     "algorithm": self.algorithm_state,
                     "start": self.start,
+                    "model": self.base,
                     "evaluated_step": self.evaluated_step,
                 },
                 scores=scores,

@@ -5,6 +5,7 @@ A run makes the further checks as it goes. They need seconds of imports, so only
 them in advance.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from megavlm.checkpointing.folder import experts_form, locate_step
 from megavlm.config.algorithm import DPO, SFT
 from megavlm.config.dump import to_yaml
 from megavlm.config.schema import Config
+from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from megavlm.data.files import expand
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Rows
 from megavlm.data.summary import evenly
@@ -21,6 +24,18 @@ from megavlm.run.checks import preflight
 
 PROMPTS = 500  # evenly spread rows of a data set that are made into prompts
 FETCHED = 3  # rows of a data set whose images at URLs are fetched
+# Ranges in which runs learn. A value outside is likely a typing error, but may be meant.
+USUAL = {
+    "optimizer.lr": (1e-8, 1e-2),
+    "algorithm.critic_lr": (1e-8, 1e-1),
+    "algorithm.kl_coefficient": (1e-5, 1.0),
+    "algorithm.clip_low": (1e-5, 1.0),
+    "algorithm.clip_high": (1e-5, 10.0),
+    "algorithm.beta": (1e-3, 10.0),
+    "rollout.temperature": (0.2, 2.0),
+    "optimizer.weight_decay": (1e-6, 1.0),
+    "optimizer.clip_grad": (1e-3, 100.0),
+}
 NOT_CHECKED = (
     "values of tensors (but for tied embeddings), rows that are not named above, memory, and "
     "whether servers start"
@@ -33,9 +48,11 @@ def dry_run(config: Config, *, world_size: int, phase: preflight.Phase) -> str:
 
     Raises ValueError for the first thing that would end the run later.
     """
-    preflight.check(config, world_size=world_size, phase=phase)
+    preflight.check(config, world_size=world_size, phase=phase, starts=False)
     platform.install()
     checked = [check_tensors(config)]
+    if phase == "train" and (resumed := check_start(config)):
+        checked.append(resumed)
     processor = Processor(config.model.folder, config.data, family_of(config.model.folder))
     files = {"train_files": config.data.train_files} if phase != "evaluate" else {}
     if preflight.evaluates(config, phase):
@@ -43,7 +60,37 @@ def dry_run(config: Config, *, world_size: int, phase: preflight.Phase) -> str:
     for key, names in files.items():
         checked.append(check_prompts(f"data.{key}", Rows(names, config.data), processor, config))
     lines = [f"# Checked: {line}\n" for line in checked]
+    lines += [f"# Unusual: {line}\n" for line in (*unusual_values(config), *shared_files(files))]
     return "".join((to_yaml(config), *lines, f"# Not checked: {NOT_CHECKED}\n"))
+
+
+def unusual_values(config: Config) -> list[str]:
+    """Return a sentence for each value outside the range in which runs learn."""
+    found = []
+    for name, (low, high) in USUAL.items():
+        section, key = name.split(".")
+        value = getattr(getattr(config, section), key, None)  # each algorithm has keys of its own
+        if value and not low <= value <= high:
+            found.append(f"{name}={value:g} is outside the usual range, {low:g} to {high:g}")
+    alpha, rank = config.lora.alpha, config.lora.rank
+    if rank and not rank / 4 <= alpha <= rank * 8:
+        found.append(
+            f"lora.alpha={alpha:g} is outside the usual range for lora.rank={rank}, "
+            f"{rank / 4:g} to {rank * 8}"
+        )
+    return found
+
+
+def shared_files(files: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a sentence for each test file that is also a training file, by path or content."""
+    train, test = (expand(files.get(key, ())) for key in ("train_files", "test_files"))
+    known = {file.digest(): file.url for file in train} if test else {}
+    return [
+        f"data.test_files: {file.url} holds the same as {known[digest]} in data.train_files, so an "
+        "evaluation measures what was trained on"
+        for file in test
+        if (digest := file.digest()) in known
+    ]
 
 
 def check_tensors(config: Config) -> str:
@@ -85,10 +132,27 @@ def check_tensors(config: Config) -> str:
     return f"{done}, and those of {step}"
 
 
+def check_start(config: Config) -> str | None:
+    """Check that the run can resume, if its directory holds a step. Returns a summary of the check,
+    None if the run starts anew.
+    """
+    # Imported late: it imports megatron-core, which the platform must precede.
+    from checkpoint_tools.hf_config import read_config
+    from megavlm.training.resume import check_resume, step_to_resume
+
+    if (step := step_to_resume(config)) is None:
+        return None
+    source = config.model.checkpoint
+    start = None if source is None else locate_step(Path(source), None)
+    check_resume(config, step, read_config(Path(config.model.folder)).model_type, start)
+    return f"the run can resume from {step}, by its keys and its model"
+
+
 @dataclass
 class _Found:
     """Counts over the rows that were made into prompts. unfetched: Rows whose images at URLs were
-    not fetched. context: Earlier assistant messages that SFT does not learn.
+    not fetched. context: Earlier assistant messages that SFT does not learn. empty: Sources of rows
+    whose problem has no text.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -96,6 +160,7 @@ class _Found:
     fetched: int = 0
     unfetched: int = 0
     context: int = 0
+    empty: list[str] = field(default_factory=list)
 
 
 def check_prompts(key: str, rows: Rows, processor: Processor, config: Config) -> str:
@@ -112,6 +177,9 @@ def check_prompts(key: str, rows: Rows, processor: Processor, config: Config) ->
     for index in indices:
         try:
             row = _read(rows, index, found)
+            text = row.problem.replace(IMAGE_PLACEHOLDER, "").replace(VIDEO_PLACEHOLDER, "")
+            if not text.strip():
+                found.empty.append(row.source)
             length = None if row.num_unfetched else processor.num_tokens(row)
             if is_learnt and length is not None:
                 processor.answer_ids(row)
@@ -157,6 +225,11 @@ def _summary(found: _Found, num_rows: int, num_prompts: int) -> str:
     texts.append(prompts)
     if found.skipped:
         texts.append(f"{len(found.skipped)} of them would be skipped, first: {found.skipped[0]}")
+    if found.empty:
+        texts.append(
+            f"{len(found.empty)} of them ask nothing, as their problem has no text, "
+            f"first: {found.empty[0]}"
+        )
     if found.context:
         texts.append(
             f"{found.context} earlier messages of the assistant are context and not learnt, since "

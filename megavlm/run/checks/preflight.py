@@ -9,6 +9,7 @@ memory, and the number of the trainer's GPUs.
 import asyncio
 import difflib
 import importlib.util
+import os
 import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -53,11 +54,13 @@ def check(
     world_size: int,
     phase: Phase = "train",
     files: bool = True,
+    starts: bool = True,
 ) -> None:
     """Raise ValueError for the first thing that would end the run later.
 
     files: If false, check only the recipe itself, without files; for recipes whose model and data
     are on another machine.
+    starts: If false, nothing is started, so run.dir and the ports of servers may be in use.
     """
     check_ranks(config, world_size)
     find_environment(config.environment.name)
@@ -81,14 +84,16 @@ def check(
     if phase == "train":
         check_linear_attention(values)
     check_run_dir(Path(config.run.dir))
+    check_server_cache(config, phase)
     check_replay(config)
     check_trackers(config.run.trackers)
     check_server_args(config.rollout)
-    if phase != "evaluate":
-        check_free(config.run.dir)
-    else:
+    if phase == "evaluate":
         check_model_paths(config)
-    check_ports(config.rollout)
+    elif starts:
+        check_free(config.run.dir)
+    if starts:
+        check_ports(config.rollout)
     if phase != "evaluate":
         check_handles(config.rollout)
     check_data(train_files, config, use_of(config.algorithm))
@@ -118,16 +123,38 @@ def check_partial_rollouts(config: Config) -> None:
 
 def check_run_dir(folder: Path) -> None:
     """Raise ValueError if the directory cannot be created or written by this user."""
+    if reason := _why_not_writable(folder):
+        raise ValueError(f"run.dir={folder} cannot be written, because {reason}")
+
+
+def check_server_cache(config: Config, phase: Phase) -> None:
+    """Raise ValueError if servers that the run starts could not write their cache of compiled
+    kernels (Triton's and others' are in SGLang's). They would end with a traceback.
+    """
+    rollout = config.rollout
+    trains_on_data = isinstance(config.algorithm, DataTraining) or rollout.replay is not None
+    if rollout.mode != "managed" or (trains_on_data and not evaluates(config, phase)):
+        return
+    given = os.environ.get("SGLANG_CACHE_DIR")
+    folder = Path(given or "~/.cache/sglang").expanduser()
+    if reason := _why_not_writable(folder):
+        name = f"SGLANG_CACHE_DIR={given}" if given else f"HOME={os.environ.get('HOME', '')}"
+        raise ValueError(
+            f"{name}: servers cannot write {folder}, where SGLang keeps compiled kernels, because "
+            f"{reason}: set SGLANG_CACHE_DIR to a folder that is writable"
+        )
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """Return why the directory cannot be created or written by this user, None if it can."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    reason = None if existing.is_dir() else "is a file"
-    if reason is None:
-        try:  # mode bits do not tell: the disk may be read-only, or accept no files
-            with tempfile.TemporaryFile(dir=existing):
-                pass
-        except OSError as error:
-            reason = f"is not writable ({error.strerror})"
-    if reason is not None:
-        raise ValueError(f"run.dir={folder} cannot be written, because {existing} {reason}")
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    try:  # mode bits do not tell: the disk may be read-only, or accept no files
+        with tempfile.TemporaryFile(dir=existing):
+            return None
+    except OSError as error:
+        return f"{existing} is not writable ({error.strerror})"
 
 
 def check_replay(config: Config) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from checkpoint_tools.inspect_weights import weights_components
+from checkpoint_tools.inspect_weights import weights_components, weights_summary
 from checkpoint_tools.weights import open_weights
 from tests.parity.table import FAMILIES
 from tests.unit.checkpoint_tools.command import run, sentence
@@ -26,6 +26,8 @@ def inspect(*arguments: object) -> None:
 def test_components_are_the_model(family: str, hf_folder: Folder, imported: Folder) -> None:
     tensors = load_file(hf_folder(family) / "model.safetensors")
     for folder in (hf_folder(family), imported(family)):
+        # A Megatron tensor may hold several of HuggingFace's, which export counts.
+        assert weights_summary(open_weights(folder))["hf_tensors"] == len(tensors)
         parts = {part.name: part for part in weights_components(open_weights(folder))}
         expected = {"tower", "embedding", "attention", "mlp", "output"}
         if family.endswith("_moe"):

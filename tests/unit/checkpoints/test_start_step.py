@@ -1,18 +1,22 @@
 """The step of `model.checkpoint` that a run starts from, as its ranks find it."""
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from checkpoint_tools.lora.import_adapters import import_adapters
 from megavlm.checkpointing.adapter_settings import AdapterSettings
 from megavlm.config.load import load
+from megavlm.config.schema import Config
 from megavlm.families import family
 from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
 from megavlm.parallel.mesh import Layout, build_mesh
+from megavlm.run.checks.dry_run import check_start
 from megavlm.training.initial_model import adapter_settings, start_model, starting_step
 from megavlm.training.train_state import TrainState
 from tests.support.fork import launch
@@ -82,39 +86,83 @@ def test_damaged_contents_are_named_on_every_rank(recipe: Path, place: int) -> N
     assert first == second == f"{path} is damaged: its checksum differs from its manifest."
 
 
+def configured(recipe: Path, *overrides: str) -> Config:
+    return load(recipe, ["model.checkpoint=null", "algorithm.steps=3", *overrides])
+
+
 def resume(recipe: Path, *overrides: str) -> TrainState:
-    config = load(recipe, ["model.checkpoint=null", "algorithm.steps=3", *overrides])
+    config = configured(recipe, *overrides)
     mesh = build_mesh(Layout.from_config(config.parallel), seed=0)
     state = TrainState.build(config, mesh, Progress(is_quiet=True), Phases())
     state.resume()
     return state
 
 
-def refusals(recipe: Path) -> list[str]:
-    """Save step 3, and resume with keys that do not go on from it."""
+def refusals(recipe: Path) -> list[tuple[str, str]]:
+    """Save step 3, and resume with keys that do not go on from it. Returns the errors of the run
+    and of a dry run.
+    """
     state = resume(recipe)
     state.step = 3
     state.save(None, {})
     state.saver.finish()
+    folder = Path(state.config.model.folder)
+    moved = shutil.copytree(folder, recipe.parent / "moved")
+    other = shutil.copytree(folder, recipe.parent / "other")
+    (weights,) = other.glob("*.safetensors")
+    tensors = load_file(weights)
+    tensors[min(tensors)] += 1
+    save_file(tensors, weights, metadata={"format": "pt"})
     found = []
-    for override in ("algorithm.steps=2", "lora.alpha=7", "lora.rank=2", "lora.rank=0"):
+    for override in (
+        "algorithm.steps=2",
+        "lora.alpha=7",
+        "lora.rank=2",
+        "lora.rank=0",
+        f"model.folder={other}",
+        "checkpoint.step=1",
+    ):
         with pytest.raises(ValueError) as caught:
             resume(recipe, override)
-        found.append(str(caught.value))
-    assert resume(recipe, "lora.dropout=0.1").step == 3
+        with pytest.raises(ValueError) as dry:
+            check_start(configured(recipe, override))
+        found.append((str(caught.value), str(dry.value)))
+    for override in ("lora.dropout=0.1", f"model.folder={moved}"):
+        assert resume(recipe, override).step == 3
+        assert "step_00000003" in str(check_start(configured(recipe, override)))
+    assert check_start(configured(recipe, "run.resume=never")) is None
     return found
 
 
 def test_a_resume_with_keys_that_do_not_go_on_is_refused(recipe: Path) -> None:
     (found,) = launch(1, refusals, recipe)
-    for error, words in zip(
+    for (error, dry), words in zip(
         found,
         (
             "algorithm.steps=2, but the run has made 3",
             "lora.alpha=7 differs from the alpha that the adapters in",
-            "the model's has (",
-            "which the run that saved it did not train",
+            "lora.rank=2 differs from the rank of the adapters in",
+            "trained adapters: set lora.rank=4",
+            "holds other weights than",
+            "no complete checkpoint of step 1",
         ),
         strict=True,
     ):
-        assert words in error
+        assert words in error and dry == error
+
+
+def without_adapters(recipe: Path) -> str:
+    """Save a step of a run without adapters, and resume with them."""
+    state = resume(recipe, "lora.rank=0")
+    state.step = 3
+    state.save(None, {})
+    state.saver.finish()
+    with pytest.raises(ValueError) as caught:
+        resume(recipe)
+    return str(caught.value)
+
+
+def test_adapters_of_a_run_without_them(recipe: Path) -> None:
+    (error,) = launch(1, without_adapters, recipe)
+    assert "lora.rank=4 asks for adapters, but the run that saved" in error
+    assert "trained without" in error

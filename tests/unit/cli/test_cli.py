@@ -218,3 +218,9 @@ def test_help_and_the_checks_before_a_run_import_nothing_heavy(write_recipe: Wri
     ]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_keys_of_recipes_complete_with_tab() -> None:
+    assert cli.complete_key("algorithm.st") == ["algorithm.steps="]
+    assert cli.complete_key("algorithm.critic_l") == ["algorithm.critic_lr="], "of one algorithm"
+    assert "lora.rank=" in cli.complete_key("l")

@@ -82,7 +82,12 @@ def test_a_folder_that_is_no_earlier_demo_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "data", "sentence"),
     [
-        ("grop", None, "--algorithm grop has no recipe: choose one of .*cispo, dapo,"),
+        (
+            "zom",
+            None,
+            r"--algorithm zom \(ALGORITHM or ENV of make demo\) has no recipe: did you mean zoom\? "
+            "Otherwise choose one of .*cispo, dapo,",
+        ),
         ("ppo", Path("mine"), "--algorithm ppo is for drawn images: with --data give the keys"),
     ],
 )

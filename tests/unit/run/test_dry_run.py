@@ -15,6 +15,7 @@ from megavlm.config.load import load
 from megavlm.data import image_sources
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.run.checks import dry_run
+from megavlm.run.checks.run_lock import run_lock
 from tests.conftest import png, row, write_rows
 from tests.support.cache import cached_folder
 from tests.unit.run.checks import WriteRecipe
@@ -162,3 +163,32 @@ def test_only_evenly_spread_rows_become_prompts(
     assert "prompts of evenly spread 2 (" in dry(f"data.train_files={rows}")
     monkeypatch.setattr(dry_run, "PROMPTS", 3)
     assert "many.parquet:1: " in refused(dry, f"data.train_files={rows}")
+
+
+def test_it_looks_at_the_folder_of_a_run_that_is_going_on(dry: DryRun, tmp_path: Path) -> None:
+    with run_lock(tmp_path / "used"):
+        assert "# Checked" in dry(f"run.dir={tmp_path / 'used'}")
+
+
+def test_unusual_values_are_said_and_not_refused(dry: DryRun) -> None:
+    assert "# Unusual" not in dry()
+    out = dry("optimizer.lr=5e3", "rollout.temperature=70", "lora.rank=4", "lora.alpha=4e4")
+    assert "# Unusual: optimizer.lr=5000 is outside the usual range, 1e-08 to 0.01\n" in out
+    assert "# Unusual: rollout.temperature=70 is" in out
+    assert "# Unusual: lora.alpha=40000 is outside the usual range for lora.rank=4, 1 to 32" in out
+
+
+def test_test_files_that_are_trained_on_are_said(dry: DryRun, tmp_path: Path) -> None:
+    train = write_rows(tmp_path / "a.parquet", [row(), row()])
+    copy = shutil.copyfile(train, tmp_path / "b.parquet")
+    for test in (train, copy):
+        out = dry(
+            f"data.train_files=[{train}]", f"data.test_files=[{test}]", "evaluation.after=true"
+        )
+        assert f"# Unusual: data.test_files: {test} holds the same as {train}" in out
+
+
+def test_rows_that_ask_nothing_are_said(dry: DryRun, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "a.parquet", [row(), row(problem=" <image> ")])
+    out = dry(f"data.train_files=[{file}]")
+    assert f"1 of them ask nothing, as their problem has no text, first: {file}:" in out

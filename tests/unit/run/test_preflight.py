@@ -219,6 +219,23 @@ def test_run_dir(write_recipe: WriteRecipe, tmp_path: Path) -> None:
     assert "because /proc is not writable" in refused(write_recipe(), "run.dir=/proc/run")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "folder"),
+    [
+        ("HOME", "/proc/none", "/proc/none/.cache/sglang"),
+        ("SGLANG_CACHE_DIR", "/proc/cache", "/proc/cache"),
+    ],
+)
+def test_a_cache_of_servers_that_cannot_be_written_names_the_variable(
+    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, name: str, value: str, folder: str
+) -> None:
+    monkeypatch.delenv("SGLANG_CACHE_DIR", raising=False)
+    monkeypatch.setenv(name, value)
+    text = refused(write_recipe(), "rollout.mode=managed")
+    assert text.startswith(f"{name}={value}: servers cannot write {folder}")
+    assert "set SGLANG_CACHE_DIR" in text
+
+
 DPO = ["algorithm.name=dpo", "data.rejected_key=rejected"]
 
 

@@ -49,9 +49,14 @@ def test_ranks_wait_for_servers_on_shared_gpus_before_they_build_the_model(
     monkeypatch.setattr(run, "connect", connect)
     monkeypatch.setattr(run, "barrier", lambda _: events.append("all ranks wait"))
     monkeypatch.setattr(run.TrainState, "build", build)
-    config = load(write_recipe(rollout={"colocate": colocate}), ["run.timeout=7.5"])
+    recipe = write_recipe(rollout={"colocate": colocate})
+    config = load(recipe, ["run.timeout=7.5"])
     with pytest.raises(Stop):
         run.train(config, Progress(is_quiet=True))
     waits = ["all ranks wait"] if colocate else []
     assert waits_for == [timedelta(hours=7.5)]
     assert events == ["files", "servers", *waits, "model"]
+    # A start that ends before it has resumed is not recorded as the last one.
+    with pytest.raises(Stop):
+        run.train(load(recipe, ["run.timeout=7.5", "run.seed=9"]), Progress(is_quiet=True))
+    assert "seed: 9" not in Path(config.run.dir, "config.yaml").read_text()
