@@ -112,6 +112,16 @@ def test_messages_of_the_troubleshooting_page_are_in_the_code() -> None:
         assert fixed in sources, message
 
 
+def test_the_readme_s_step_is_lines_of_train_step_in_their_order() -> None:
+    source = (ROOT / "megavlm/training/policy_trainer.py").read_text(encoding="utf-8")
+    step = source.partition("    def train_step(")[2].partition("\n    def ")[0]
+    lines = iter(line.strip() for line in step.splitlines())
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (excerpt,) = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
+    for line in excerpt.splitlines():
+        assert line in lines, f"{line} is not in train_step, or not at this place"
+
+
 def test_every_key_has_a_docstring_and_a_place_in_the_reference() -> None:
     page = hooks.configuration_page()
     for section, keys in SECTIONS.items():
