@@ -9,6 +9,7 @@ from megavlm.observability.text import number, percent
 
 WIDTH, HEIGHT = 360, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 10, 26
+_COLUMNS = 100  # steps of a chart that have values on hover; a narrower column is hard to hit
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,16 @@ class DrawnLine:
 
 @dataclass(frozen=True)
 class Chart:
-    """Chart in pixels, with its axes. y_ticks: (y, label). x_ticks: (x, step)."""
+    """Chart in pixels, with its axes. y_ticks: (y, label). x_ticks: (x, step). columns: (x, width,
+    text shown on hover), side by side.
+    """
 
     title: str
     note: str
     lines: Sequence[DrawnLine]
     y_ticks: Sequence[tuple[float, str]]
     x_ticks: Sequence[tuple[float, int]]
+    columns: Sequence[tuple[float, float, str]]
     width: int = WIDTH
     height: int = HEIGHT
     left: int = _LEFT
@@ -84,12 +88,27 @@ def draw_chart(
         ]
         return DrawnLine(line.label, line.style, _path(points), markers)
 
+    by_line = [dict(line.points) for line in lines]
+    known = sorted(set(steps))
+    stride = -(-len(known) // _COLUMNS)
+    hovered = known[::-stride][::-1]  # the last step is among them
+    width = round((WIDTH - _LEFT - _RIGHT) / max(1, len(hovered)), 1)
+
+    def values_at(step: int) -> str:
+        found = [
+            f"{line.label} {label(value)}"
+            for line, points in zip(lines, by_line, strict=True)
+            if _is_value(value := points.get(step))
+        ]
+        return f"step {step}: {', '.join(found)}"
+
     return Chart(
         title,
         note,
         [drawn(line) for line in lines],
         [(y(tick), label(tick)) for tick in ticks],
         [(x(step), step) for step in sorted({first, (first + last) // 2, last})],
+        [(round(x(step) - width / 2, 1), width, values_at(step)) for step in hovered],
     )
 
 

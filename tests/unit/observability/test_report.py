@@ -190,3 +190,17 @@ def test_a_chart_of_any_range_stays_inside(values: list[float]) -> None:
 
 def test_a_chart_without_values_is_left_out() -> None:
     assert draw_chart("x", [Line("a", "c1", [(1, None)])]) is None
+
+
+def test_a_chart_shows_its_values_on_hover() -> None:
+    lines = [
+        Line("loss", "c1", [(1, 0.5), (2, None), (3, 0.25)]),
+        Line("mean", "c2", [(2, 0.75), (3, 0.5)]),
+    ]
+    chart = draw_chart("Loss", lines)
+    assert chart is not None
+    hints = [hint for _, _, hint in chart.columns]
+    assert hints == ["step 1: loss 0.5", "step 2: mean 0.75", "step 3: loss 0.25, mean 0.5"]
+    long = draw_chart("Loss", [Line("loss", "c1", [(step, 1.0) for step in range(5000)])])
+    assert long is not None and len(long.columns) <= 100, "a long run's page stays small"
+    assert long.columns[-1][2] == "step 4999: loss 1"
