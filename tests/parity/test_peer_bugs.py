@@ -39,6 +39,7 @@ from tests.parity.runs import Run, build, difference
 from tests.parity.table import LAYOUTS, Case, Ranks
 from tests.parity.test_parity import NORM_TOLERANCE, TOLERANCE
 from tests.support.fork import launch
+from tests.support.levels import slow
 
 pytestmark = pytest.mark.parity
 FAR = 100 * TOLERANCE
@@ -189,7 +190,7 @@ def added_levels(folder: Path, config: Any, cases: Sequence[Sequences], ranks: R
 EVERYTHING = ["has a buffer", "has gradients", "keeps activations", "requires gradients"]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen3_vl", *slow("qwen2_5_vl")])
 @pytest.mark.parametrize(
     ("frozen", "tower", "merger"),
     [
@@ -262,7 +263,7 @@ def activations(visual: Any, image: ProcessedImage) -> set[str]:
 # 15
 
 
-@pytest.mark.parametrize("layout", ["DP2", "TP2", "CP2", "PP2"])
+@pytest.mark.parametrize("layout", ["CP2", "PP2", *slow("DP2", "TP2")])
 def test_packs_without_images(layout: str) -> None:
     case = Case("qwen3_vl", layout, "few images")
     assert_equals_transformers(launch(2, compare, *arguments_of(case)))

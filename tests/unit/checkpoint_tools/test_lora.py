@@ -18,7 +18,7 @@ from checkpoint_tools.lora.import_adapters import import_adapters
 from checkpoint_tools.lora.merge_adapters import merge_adapters, open_peft_adapters
 from checkpoint_tools.lora.step_adapters import step_adapters
 from checkpoint_tools.weights import hub_weights, step_weights
-from tests.parity.table import FAMILIES
+from tests.support.levels import slow
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoint_tools.lora_models import (
     PROJECTIONS,
@@ -43,7 +43,10 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2_5_vl", "qwen3_5_moe", *slow("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")],
+)
 def test_every_family_there_and_back(family: str, hf_folder: Folder, tmp_path: Path) -> None:
     """Different ranks and scales for q, k and v; experts as the stacks of transformers 5."""
     hf = hf_folder(family)
@@ -187,7 +190,7 @@ def unstack(tensors: Tensors) -> Tensors:
     return found
 
 
-@pytest.mark.parametrize("family", [MOE, "qwen3_5_moe"])
+@pytest.mark.parametrize("family", [MOE, *slow("qwen3_5_moe")])
 def test_experts_go_out_as_modules_and_come_back(
     family: str, hf_folder: Folder, tmp_path: Path
 ) -> None:

@@ -55,9 +55,12 @@ def resume(
     [
         ("PP2 virtual 2", {}),
         ("TP2", {"freeze": False}),
-        ("DP2", {"dtype": torch.bfloat16}),  # with fp32 weights in the optimizer
+        # With fp32 weights in the optimizer.
         ("DP2", {"dtype": torch.bfloat16, "optimizer": {"offload": True}}),
-        *slow(*((layout, {}) for layout in ("one rank", "TP2", "DP2", "CP2"))),
+        *slow(
+            ("DP2", {"dtype": torch.bfloat16}),
+            *((layout, {}) for layout in ("one rank", "TP2", "DP2", "CP2")),
+        ),
     ],
 )
 def test_a_resumed_run_is_bit_equal(
@@ -151,7 +154,7 @@ def resume_at_once(hf: Path, ranks: Ranks, folder: Path) -> list[str]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["one rank", "DP2"])
+@pytest.mark.parametrize("layout", ["DP2", *slow("one rank")])
 def test_a_run_can_be_saved_before_its_first_update(hf: Path, tmp_path: Path, layout: str) -> None:
     """As one whose first updates were all skipped."""
     ranks = LAYOUTS[layout]
@@ -164,8 +167,8 @@ def test_a_run_can_be_saved_before_its_first_update(hf: Path, tmp_path: Path, la
     ("before", "after"),
     [
         ("PP2 virtual 2", "TP2"),
-        ("DP2", "CP2"),
         *slow(
+            ("DP2", "CP2"),
             ("TP2xPP2", "DP2"),
             ("TP2", "one rank"),
             ("one rank", "TP2"),
@@ -185,7 +188,7 @@ def test_another_layout_goes_on_from_equal_state(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("before", "after"), [("PP2", "one rank"), ("one rank", "PP2")])
+@pytest.mark.parametrize(("before", "after"), [("PP2", "one rank"), *slow(("one rank", "PP2"))])
 def test_tied_embeddings_are_on_the_first_and_the_last_stage(
     tmp_path: Path, before: str, after: str
 ) -> None:
@@ -237,7 +240,7 @@ def load_weights(hf: Path, ranks: Ranks, folder: Path, dtype: torch.dtype) -> bo
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
 @pytest.mark.parametrize("layout", ["TP2xPP2", *slow("one rank", "TP2", "DP2", "PP2 virtual 2")])
 def test_an_imported_checkpoint_loads_under_any_layout(
     tmp_path: Path, layout: str, dtype: torch.dtype

@@ -48,6 +48,7 @@ WRITE_POINTS: list[tuple[Any, ...]] = [
     (shutil, "rmtree", False),  # renamed, its files still there
 ]
 STEP_IS_THERE = WRITE_POINTS.index((atomic, "replace_folder", True, 2))
+QUICK_POINTS = (0, STEP_IS_THERE - 1, STEP_IS_THERE, len(WRITE_POINTS) - 1)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,10 @@ def resume(hf: Path, folder: Path, step: int) -> list[str]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("point", range(len(WRITE_POINTS)))
+@pytest.mark.parametrize(
+    "point",
+    [*QUICK_POINTS, *slow(*(x for x in range(len(WRITE_POINTS)) if x not in QUICK_POINTS))],
+)
 @pytest.mark.parametrize("background", [True, *slow(False)])
 def test_a_killed_save_leaves_the_step_before(
     hf: Path, first: tuple[Path, list[str]], tmp_path: Path, point: int, background: bool

@@ -22,6 +22,7 @@ from megavlm.weight_sync.lora import adapter_entries
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.sglang_layout import ServerLayout
 from megavlm.weight_sync.trainable import trained_entries
+from tests.support.levels import slow
 from tests.support.releases import released_config
 
 ATTENTION = (16, ("language.attention",))
@@ -40,20 +41,22 @@ def make_plan(
     ("release", "layout", "servers", "billions"),
     [
         ("Qwen2.5-VL-72B", Layout(tensor=8, pipeline=4), ServerLayout(8, 1, 8), 72.7),
-        (
-            "Qwen2.5-VL-72B",
-            Layout(tensor=4, pipeline=8, virtual=2, context=4),
-            ServerLayout(16, 1, 8),
-            0,
-        ),
-        (
-            "Qwen3-VL-235B-A22B",
-            Layout(tensor=4, pipeline=2, expert=8),
-            ServerLayout(8, 1, 4),
-            235.1,
-        ),
         ("Qwen3-VL-235B-A22B", Layout(pipeline=2, expert=64), ServerLayout(8, 8, 4), 235.1),
-        ("Qwen3-VL-235B-A22B", Layout(expert=8, expert_tensor=4), ServerLayout(16, 4, 4), 0),
+        *slow(
+            (
+                "Qwen2.5-VL-72B",
+                Layout(tensor=4, pipeline=8, virtual=2, context=4),
+                ServerLayout(16, 1, 8),
+                0,
+            ),
+            (
+                "Qwen3-VL-235B-A22B",
+                Layout(tensor=4, pipeline=2, expert=8),
+                ServerLayout(8, 1, 4),
+                235.1,
+            ),
+            ("Qwen3-VL-235B-A22B", Layout(expert=8, expert_tensor=4), ServerLayout(16, 4, 4), 0),
+        ),
     ],
 )
 def test_512_ranks(
