@@ -17,6 +17,7 @@ from tests.distributed.test_updates import SETTINGS, start
 from tests.parity.models import model_folder
 from tests.parity.table import LAYOUTS, Ranks
 from tests.support.fork import launch
+from tests.support.levels import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -82,6 +83,7 @@ def switches(folder: Path, ranks: Ranks, away: bool) -> tuple[Any, int]:
     return run.parameters(), sizes[-1] - sizes[-20] if away else 0
 
 
+@pytest.mark.slow
 def test_sixty_switches_change_nothing_and_take_no_more_memory(folder: Path) -> None:
     ranks = LAYOUTS["DP2"]
     stayed = launch(ranks.world_size, switches, folder, ranks, False)
@@ -105,7 +107,7 @@ def offloaded(folder: Path, ranks: Ranks) -> Any:
     return run.parameters(), norms
 
 
-@pytest.mark.parametrize("layout", ["DP2", "PP2"])
+@pytest.mark.parametrize("layout", ["DP2", *slow("PP2")])
 def test_updates_with_offloaded_state_are_the_same_bit_by_bit(folder: Path, layout: str) -> None:
     ranks = LAYOUTS[layout]
     stayed = launch(ranks.world_size, train, folder, ranks, False)

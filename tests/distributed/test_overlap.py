@@ -101,7 +101,13 @@ def check(
     return [begun for *_, begun in overlapped]
 
 
-@pytest.mark.parametrize("settings", [GRADIENTS, BOTH], ids=["gradients", "both"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(GRADIENTS, id="gradients", marks=pytest.mark.slow),
+        pytest.param(BOTH, id="both"),
+    ],
+)
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

@@ -27,6 +27,7 @@ from megavlm.rewards.registry import check_reward_row, load_reward
 from megavlm.rollout.rewards import reward_parts
 from megavlm.task import built_in_tasks
 from tests.conftest import png, row, write_rows
+from tests.support.levels import slow
 from tests.support.timeouts import scaled
 
 SHA = "a" * 40
@@ -203,7 +204,7 @@ def fetch(folder: Path, endpoint: str, *words: str) -> "subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", ["geo3k", *slow(*(x for x in PUBLISHED if x != "geo3k"))])
 def test_a_data_set_is_downloaded_once_and_fits_its_recipe_and_reward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -28,6 +28,7 @@ from megavlm.parallel.fake import fake_rank, without_memory
 from megavlm.parallel.mesh import Layout, build_mesh
 from tests.support.families import build_in_transformers, entries_of, small_config
 from tests.support.fork import launch
+from tests.support.levels import slow
 from tests.support.releases import RELEASES, released_config
 
 BF16 = torch.bfloat16
@@ -79,11 +80,14 @@ def whole(parts: list[list[ParameterSize]], *, trained: bool = False) -> int:
     return sum(x.numel * x.pieces for x in distinct.values())
 
 
+SMALL = ("Qwen2-VL-2B", "Qwen2.5-VL-32B", "Qwen3-VL-30B-A3B", "Qwen3.5-27B")
+
+
 def test_every_release_has_a_cluster() -> None:
     assert CLUSTERS.keys() == RELEASES.keys()
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", [*SMALL, *slow(*(x for x in RELEASES if x not in SMALL))])
 def test_the_ranks_hold_the_model_once(release: str, tmp_path: Path) -> None:
     config, cluster = released_config(release, tmp_path), CLUSTERS[release]
     parts = stages(config, cluster)

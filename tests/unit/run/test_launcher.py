@@ -109,6 +109,7 @@ def test_bad_input_in_a_rank_is_one_sentence(
     assert f"ValueError: {reason}" in traceback.read_text()
 
 
+@pytest.mark.slow
 def test_bad_input_on_a_node_is_the_end_of_all(write_recipe: WriteRecipe, tmp_path: Path) -> None:
     among = ["--nodes", "2", "--master", f"127.0.0.1:{free_port()}", "--node-rank"]
     nodes = [
