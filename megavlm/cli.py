@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,7 @@ import typer
 from megavlm.commands import add_version, command
 from megavlm.demo import FAMILY
 from megavlm.families import FAMILIES
-from megavlm.process import leave, loading_packages
+from megavlm.process import ExitCode, leave, loading_packages
 from megavlm.slurm.job import Job
 from megavlm.task import built_in_tasks
 
@@ -448,7 +450,23 @@ def _run(
 
     nodes = nodes or ONE_NODE
     num_ranks = 1 if phase == "rollout" else nodes.ranks_of_each(world_size)
-    raise typer.Exit(run_workers([phase, str(recipe), *overrides], num_ranks, nodes))
+    arguments = [phase, str(recipe), *overrides]
+    code = run_workers(arguments, num_ranks, nodes)
+    if code in (ExitCode.STOPPED, 128 + signal.SIGINT) and nodes.rank == 0:
+        _say_how_to_resume(config, arguments)
+    raise typer.Exit(code)
+
+
+def _say_how_to_resume(config: "Config", arguments: list[str]) -> None:
+    """Print the last saved step of a run that was stopped, and the command that goes on with it."""
+    kept, begin = "the command was stopped", "to start it again"
+    if arguments[0] == "train":
+        from megavlm.checkpointing.folder import POLICY_CHECKPOINTS, latest_step
+
+        step = latest_step(Path(config.run.dir, POLICY_CHECKPOINTS))
+        kept = "no step is saved yet" if step is None else f"the last saved step is {step}"
+        begin = "to start again" if step is None else "to go on from it"
+    print(f"megavlm: {kept}; {begin}: {shlex.join(['megavlm', *arguments])}", file=sys.stderr)
 
 
 def main() -> None:

@@ -40,6 +40,7 @@ from megavlm.checkpointing.untrained import copy_untrained
 from megavlm.families import UNTRAINED
 
 FORMAT = 1
+POLICY_CHECKPOINTS = "checkpoints"  # folder of the policy's checkpoints in a run directory
 LATEST = "latest"
 BEST = "best"
 HF_FILES = "hf"

@@ -30,7 +30,6 @@ from megavlm.temporary import temporary_folder
 
 AGENT_PID = "MEGAVLM_AGENT_PID"  # the process that must be a worker's parent
 REASON_FILE = "MEGAVLM_REASON_FILE"  # file that exists once the reason for the end was printed
-GRACE = 20.0  # seconds from Ctrl-C to SIGKILL; a second Ctrl-C kills at once
 LEAVE = 3.0  # seconds for processes that end and clean up by themselves after their parent
 
 LOOPBACK = "127.0.0.1"
@@ -95,9 +94,8 @@ def run_workers(arguments: Sequence[str], num_ranks: int, nodes: Nodes = ONE_NOD
     exit code: the exit code of the first rank that failed (process.py), or 128 + the number of the
     signal that ended it.
 
-    SIGTERM, SIGUSR1 and SIGHUP are forwarded to the ranks, and make them stop after their step.
-    SIGINT is forwarded, too, and ends them within GRACE seconds. Call it in the main thread,
-    because it sets signal handlers.
+    SIGTERM, SIGUSR1, SIGHUP and a first SIGINT (Ctrl-C) make the ranks stop after their step. A
+    second SIGINT ends them at once. Call it in the main thread, because it sets signal handlers.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the run become children of this process
     print(f"starting {num_ranks} rank{'s' * (num_ranks > 1)}", flush=True)
@@ -140,7 +138,7 @@ def _wait(process: subprocess.Popen[bytes], signals: list[int], reason: Path) ->
     """Wait for the process and return its exit code. Meanwhile forward `signals`, a list to which
     the signal handlers append.
     """
-    deadline, forwarded, interrupts = float("inf"), 0, 0
+    forwarded = 0
     while True:
         try:
             code = process.wait(timeout=0.1)
@@ -149,17 +147,23 @@ def _wait(process: subprocess.Popen[bytes], signals: list[int], reason: Path) ->
             pass
         for number in signals[forwarded:]:
             forwarded += 1
-            process.send_signal(number)
-            if number == signal.SIGINT:
+            if number != signal.SIGINT:
+                process.send_signal(number)
+            elif signals[:forwarded].count(signal.SIGINT) == 1:
+                print(
+                    "megavlm: stopping after this step; Ctrl-C again ends the run at once",
+                    file=sys.stderr,
+                )
+                process.send_signal(signal.SIGTERM)
+            else:
                 reason.touch()  # so that ranks print no errors for the user's own interrupt
-                interrupts += 1
-                deadline = min(deadline, time.monotonic() + GRACE)
-        if interrupts > 1 or time.monotonic() > deadline:
-            process.kill()
-    if interrupts:
+                process.kill()
+    if signals.count(signal.SIGINT) > 1:
         return 128 + signal.SIGINT
     if code >= 0:
         return code
+    if signals and -code in STOP_SIGNALS:  # it came before the process had set its handlers
+        return ExitCode.STOPPED
     if not is_explained(reason, code):
         print(
             f"megavlm: the launcher of the ranks ended with {signal.Signals(-code).name}: start "

@@ -136,13 +136,11 @@ def _trainer(
 
 
 def _finish(train_state: TrainState, driver: Driver | None, complete: bool) -> None:
-    """Export, plot and report a complete run; print how to resume a stopped one. Collective."""
+    """Export, plot and report a complete run. Collective."""
     run_dir = Path(train_state.config.run.dir)
     if not complete:
         if driver is not None:
-            train_state.progress.line(
-                f"Stopped after step {train_state.step}; the same command goes on from there."
-            )
+            train_state.progress.line(f"Stopped after step {train_state.step}.")
             driver.close()
         return
     paths = {"run": run_dir, "checkpoints": train_state.folder}

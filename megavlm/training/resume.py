@@ -15,6 +15,7 @@ from megavlm.checkpointing.folder import (
     EXTRA_STATE,
     LORA_SETTINGS,
     MANIFEST,
+    POLICY_CHECKPOINTS,
     Manifest,
     check_family,
     latest_step,
@@ -22,7 +23,6 @@ from megavlm.checkpointing.folder import (
 )
 from megavlm.config.schema import Config
 
-POLICY_CHECKPOINTS = "checkpoints"  # folder in the run directory
 _SAMPLES, _SAMPLE = 64, 2**16  # parts of each safetensors file that identify a model, and bytes
 
 

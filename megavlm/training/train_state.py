@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from transformers import AutoConfig
 
 from megavlm.checkpointing.all_ranks import run_on_all_ranks
-from megavlm.checkpointing.folder import Manifest
+from megavlm.checkpointing.folder import POLICY_CHECKPOINTS, Manifest
 from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.retention import Retention
 from megavlm.checkpointing.save import PendingSave, SaveTarget
@@ -29,7 +29,6 @@ from megavlm.training.initial_model import (
 )
 from megavlm.training.optimizer import Updater, build_updater
 from megavlm.training.resume import (
-    POLICY_CHECKPOINTS,
     check_resume,
     checkpoint_identity,
     model_identity,

@@ -168,7 +168,9 @@ def test_a_signal_to_one_rank_stops_all_after_the_step_and_the_run_goes_on(
     assert run.returncode == ExitCode.STOPPED, output
     step = latest_step(folder)
     assert step is not None and 2 <= step < STEPS, "it was stopped in time"
-    assert f"Stopped after step {step}; the same command goes on from there." in output
+    assert f"Stopped after step {step}." in output
+    again = f"to go on from it: megavlm train {stopped}"
+    assert f"megavlm: the last saved step is {step}; {again}\n" in output
     assert len(world.metrics("stopped")) == step
     assert len(complete_steps(folder)) <= 2, "the latest and the best"
     assert not list(folder.glob(".*")), "nothing half-written"

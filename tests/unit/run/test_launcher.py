@@ -21,6 +21,8 @@ from tests.support.timeouts import scaled
 FAKE_TRAINING = Path(__file__).parent / "fake_training"
 WAIT = scaled(240)  # seconds after which something hangs
 
+STOPPING = "megavlm: stopping after this step; Ctrl-C again ends the run at once\n"
+
 WriteRecipe = Callable[..., Path]
 
 pytestmark = pytest.mark.distributed
@@ -70,6 +72,11 @@ def working(
             if handle.is_running():
                 handle.kill()
         process.communicate(timeout=WAIT)
+
+
+def nothing_saved(recipe: Path, seed: int) -> str:
+    again = " ".join(["megavlm", *command(recipe, seed)[3:]])
+    return f"megavlm: no step is saved yet; to start again: {again}\n"
 
 
 def all_gone(family: list[psutil.Process]) -> bool:
@@ -162,13 +169,19 @@ def test_a_fault_of_ours_shows_its_traceback_and_the_rank(write_recipe: WriteRec
     assert "ChildFailedError" not in done.stderr
 
 
-def test_interrupt_ends_every_process(write_recipe: WriteRecipe) -> None:
-    with working(write_recipe()) as (process, family):
+def test_a_first_interrupt_asks_to_stop_and_a_second_ends_every_process(
+    write_recipe: WriteRecipe,
+) -> None:
+    recipe = write_recipe()
+    with working(recipe, seed=10) as (process, family):  # its ranks do not stop
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert process.stderr.readline() == STOPPING
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=WAIT)
         assert all_gone(family)
         assert process.returncode == 128 + signal.SIGINT
-        assert stderr == ""
+        assert stderr == nothing_saved(recipe, seed=10)
 
 
 @pytest.mark.slow
@@ -187,12 +200,19 @@ def test_a_run_on_one_machine_listens_on_no_wildcard_address(
 
 
 @pytest.mark.slow
-def test_a_request_to_stop_outside_of_a_step_ends_every_process(write_recipe: WriteRecipe) -> None:
-    with working(write_recipe()) as (process, family):
-        process.send_signal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_to_stop_outside_of_a_step_ends_every_process(
+    write_recipe: WriteRecipe, number: signal.Signals
+) -> None:
+    """As in the start of servers, before there is a step to finish."""
+    recipe = write_recipe()
+    with working(recipe) as (process, family):
+        process.send_signal(number)
         _, stderr = process.communicate(timeout=WAIT)
         assert all_gone(family)
-        assert (process.returncode, stderr) == (ExitCode.STOPPED, "")
+        assert process.returncode == ExitCode.STOPPED
+        asked = STOPPING if number == signal.SIGINT else ""
+        assert stderr == asked + nothing_saved(recipe, seed=4)
 
 
 @pytest.mark.slow
@@ -201,6 +221,7 @@ def test_a_request_to_stop_outside_of_a_step_ends_every_process(write_recipe: Wr
     [
         (signal.SIGUSR1, "0"),
         (signal.SIGHUP, "0"),
+        (signal.SIGINT, "0"),
         (signal.SIGTERM, "40"),  # torchrun kills its ranks after 30 seconds
     ],
 )
@@ -212,12 +233,16 @@ def test_a_step_is_finished_and_saved_however_long_it_takes(
     seconds: str,
 ) -> None:
     monkeypatch.setenv("STEP_SECONDS", seconds)
-    with working(write_recipe(), seed=6) as (process, family):
-        for handle in family:  # as Slurm does, which signals every process of a job
+    recipe = write_recipe()
+    with working(recipe, seed=6) as (process, family):
+        # Slurm signals every process of a job, a terminal only the command.
+        for handle in family[:1] if number == signal.SIGINT else family:
             handle.send_signal(number)
         _, stderr = process.communicate(timeout=WAIT)
         assert all_gone(family)
-        assert (process.returncode, stderr) == (ExitCode.STOPPED, "")
+        assert process.returncode == ExitCode.STOPPED
+        asked = STOPPING if number == signal.SIGINT else ""
+        assert stderr == asked + nothing_saved(recipe, seed=6)
     assert {path.name for path in (tmp_path / "run").glob("saved-*")} == {"saved-0", "saved-1"}
 
 
