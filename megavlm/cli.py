@@ -422,6 +422,7 @@ def _run(
     nodes: "Nodes | None" = None,
 ) -> None:
     from megavlm.config.load import load
+    from megavlm.config.recipe import naming_files
 
     config = load(recipe, overrides)
     if "RANK" in os.environ and not dry_run:
@@ -432,7 +433,7 @@ def _run(
     from megavlm.observability.progress import Progress
 
     world_size = int(os.environ.get("WORLD_SIZE", config.parallel.num_ranks))
-    with Progress(sys.stderr) as progress:
+    with Progress(sys.stderr) as progress, naming_files(recipe, overrides):
         progress.show("checking the recipe")
         if dry_run:
             with loading_packages():  # its checks import most of what a run does

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megavlm.config.algorithm import ALGORITHMS, Algorithm
 from megavlm.config.cross_rules import check, check_ranges, derive
-from megavlm.config.recipe import one_line, parse_override, read_recipe
+from megavlm.config.recipe import merge, naming_files, one_line, parse_override, read_recipe
 from megavlm.config.schema import Config
 from megavlm.config.section import MISSING
 
@@ -28,10 +28,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ValueError, in one sentence, for an unreadable file, an unknown key (with the nearest
     known one), a value of the wrong type, or a broken rule.
     """
-    recipe = read_recipe(Path(path))
-    raw = OmegaConf.merge(recipe, *(parse_override(item) for item in overrides))
-    assert isinstance(raw, DictConfig)
-    return build(raw)
+    raw = read_recipe(Path(path))
+    if overrides:
+        raw = merge(raw, *map(parse_override, overrides))
+    with naming_files(Path(path), overrides):
+        return build(raw)
 
 
 def build(raw: DictConfig | Mapping[str, Any]) -> Config:

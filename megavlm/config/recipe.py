@@ -3,21 +3,32 @@
     base: [common.yaml]          # relative to this file; later bases win, this file wins over them
     optimizer: {lr: 1e-6}        # a section of schema.py's Config
 
-Not covered: lists are replaced, never appended to.
+A file that gives a reward, environment or algorithm another name starts with no options of the old
+one. Not covered: lists are replaced, never appended to.
 """
 
+import os
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megavlm.config.algorithm import ALGORITHMS
 
-def read_recipe(path: Path, inside: tuple[Path, ...] = ()) -> DictConfig:
+
+def read_recipe(
+    path: Path, inside: tuple[Path, ...] = (), files: dict[str, Path] | None = None
+) -> DictConfig:
     """Read a recipe file and merge it over its bases.
 
-    inside: The chain of files that name this file as a base, to detect cycles.
+    inside: The chain of files that name this file as a base, to detect cycles. files: Filled with
+    the file that sets each key, as section.key.
     """
     named = f" (a base of {inside[-1]})" if inside else ""
     try:
@@ -40,10 +51,63 @@ def read_recipe(path: Path, inside: tuple[Path, ...] = ()) -> DictConfig:
         raise ValueError(
             f"base={given} in {path} must be a file, or a list of files: base: common.yaml"
         )
-    parents = [read_recipe(path.parent / base, (*inside, path)) for base in bases]
-    merged = OmegaConf.merge(*parents, content)
+    merged = OmegaConf.create()
+    for base in bases:
+        merged = merge(merged, read_recipe(path.parent / base, (*inside, path), files))
+    if files is not None:
+        sections = {name: x for name, x in content.items() if isinstance(x, Mapping)}
+        files |= {f"{name}.{key}": path for name, section in sections.items() for key in section}
+    return merge(merged, content)
+
+
+def merge(below: DictConfig, *above: DictConfig) -> DictConfig:
+    """Merge recipes; later ones win. Where the last one's section has another name than the first
+    one's, keys of the first that belong to its name are left out.
+    """
+    merged = OmegaConf.merge(*above)
     assert isinstance(merged, DictConfig)
-    return merged
+    kept = deepcopy(below)
+    for section in ("environment", "reward", "algorithm"):
+        for key in _keys_of_name(section, below, merged):
+            kept[section].pop(key, None)
+    whole = OmegaConf.merge(kept, merged)
+    assert isinstance(whole, DictConfig)
+    return whole
+
+
+def _keys_of_name(section: str, below: DictConfig, above: DictConfig) -> set[str]:
+    """Return the keys of a section in `below` that belong to a name which `above` replaces."""
+    old, new = below.get(section), above.get(section)
+    if not isinstance(old, DictConfig):
+        return set()
+    if not isinstance(new, DictConfig) or "name" not in new or new.name == old.get("name"):
+        return set()
+    if section != "algorithm":
+        return {"name", "options", "parts"}
+    algorithm = ALGORITHMS.get(str(new.name))
+    known = set() if algorithm is None else {item.name for item in fields(algorithm)}
+    return set() if algorithm is None else {str(key) for key in old} - known
+
+
+@contextmanager
+def naming_files(recipe: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Add to a ValueError which base of the recipe sets a key that the error names."""
+    try:
+        yield
+    except ValueError as error:
+        files: dict[str, Path] = {}
+        read_recipe(recipe, files=files)
+        own = {key for key, file in files.items() if file == recipe.resolve()}
+        own |= {override.partition("=")[0] for override in overrides}
+        named = dict.fromkeys(re.findall(r"\b[a-z]+\.[a-z_]+", str(error)))
+        notes = [
+            f"{key} is set in {os.path.relpath(files[key])}"
+            for key in named
+            if key in files and not any(key == x or x.startswith(f"{key}.") for x in own)
+        ]
+        if not notes:
+            raise
+        raise ValueError(f"{error} ({'; '.join(notes)})") from error
 
 
 def parse_override(text: str) -> DictConfig:

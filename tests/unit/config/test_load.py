@@ -43,6 +43,43 @@ def test_later_wins_over_earlier_base_over_base_and_override_over_all(tmp_path: 
     assert (*given, optimizer.clip_grad) == (1, 2, 0.3, 4, 5)
 
 
+def test_a_new_name_starts_without_options_of_the_old_one(tmp_path: Path) -> None:
+    base = {
+        "environment": "{name: vqa_retry, max_turns: 2, options: {discount: 0.5}}",
+        "reward": "{name: vqa, workers: 3, options: {tolerance: 0.1}}",
+        "algorithm": "{name: ppo, steps: 7, value_clip: 0.3}",
+    }
+    recipe(tmp_path, REQUIRED + "".join(f"{k}: {v}\n" for k, v in base.items()), "base.yaml")
+
+    def child(text: str, *overrides: str) -> Config:
+        return load(recipe(tmp_path, "base: base.yaml\n" + text), overrides)
+
+    same = child("reward: {name: vqa, options: {right: 2.0}}")
+    assert same.reward.options == {"tolerance": 0.1, "right": 2.0}
+    other = child("reward: {name: exact_match}")
+    assert (other.reward.options, other.reward.workers) == ({}, 3)
+    assert other.environment.options == {"discount": 0.5}
+    assert child("", "reward.options.a=1", "reward.name=exact_match").reward.options == {"a": 1}
+    parts = child("", "reward.name=null", "reward.parts.a.name=vqa")
+    assert child("", "reward.name=null").reward.options == {} and parts.reward.parts
+
+    plain = child("environment: {name: single_turn}")
+    assert (plain.environment.options, plain.environment.max_turns) == ({}, 2)
+    assert plain.reward.options == {"tolerance": 0.1}, "it has its own name"
+    algorithm = child("", "algorithm.name=grpo").algorithm
+    assert isinstance(algorithm, GRPO) and algorithm.steps == 7
+
+
+def test_an_error_names_the_base_that_sets_a_key(tmp_path: Path) -> None:
+    low = recipe(tmp_path, REQUIRED + "algorithm: {minibatches: 5}", "low.yaml")
+    path = recipe(tmp_path, "base: low.yaml\nalgorithm: {prompts_per_step: 4}")
+    note = rf" \(algorithm\.minibatches is set in {re.escape(os.path.relpath(low))}\)$"
+    with pytest.raises(ValueError, match=note):
+        load(path)
+    with pytest.raises(ValueError, match=r"one of them$"):
+        load(path, ["algorithm.minibatches=3"])
+
+
 def test_lists_are_replaced(tmp_path: Path) -> None:
     recipe(tmp_path, REQUIRED + "data: {train_files: [a, b]}", "base.yaml")
     path = recipe(tmp_path, "base: [base.yaml]\ndata: {train_files: [c]}")
