@@ -38,7 +38,7 @@ def blind_answers(train: Sequence[Row], test: Sequence[Row]) -> list[str]:
     question that is not in the training rows, the most frequent answer of its category, or of all
     rows.
     """
-    by_question: dict[str, Counter[str]] = {}
+    by_question: dict[Hashable, Counter[str]] = {}
     by_category: dict[str, Counter[str]] = {}
     overall: Counter[str] = Counter()
     for row in train:
