@@ -61,7 +61,7 @@ demo: setup ## train a tiny model on generated images, or on yours
 # order: groups that start servers are few tests and long, and would be left for the end.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
-test: setup ## run the tests of every unit, layout and family, and a whole run (about 10 minutes)
+test: setup ## run the tests of every unit, layout and family, and a whole run (10 to 20 minutes)
 	$(PYTEST) -m "not slow" $(TESTS)
 
 test-slow: setup ## run the tests that `make test` leaves out
