@@ -14,7 +14,8 @@ from tests.support.fork import launch
 # so that with a layer per stage every stage but the last adds one.
 SIZES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {},
-    "qwen2_5_vl": {"full_attention_blocks": [1]},
+    # A vision MLP whose width is no multiple of 8, as in the released 3B and 7B.
+    "qwen2_5_vl": {"full_attention_blocks": [1], "vision_ffn_size": 100},
     "qwen3_vl": {"deepstack_blocks": [0, 1, 3], "head_dim": 24},
     "qwen3_vl_moe": {"deepstack_blocks": [0, 1, 3], "num_experts": 8, "dense_layers": [1]},
     # Well conditioned: under weights as large as the others' rounding moves transformers' own

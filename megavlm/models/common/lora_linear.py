@@ -198,6 +198,11 @@ class LoRALinear(nn.Module):
         a, up = self._factors()
         if cut == "fused":
             up = self._my_rows(up)
+        # A tower's layer may have zeros after the columns of its input and output (PaddedLinear).
+        if columns := x.size(-1) - a.size(-1):
+            a = F.pad(a, (0, columns))
+        if rows := output.size(-1) - up.size(0):
+            up = F.pad(up, (0, 0, 0, rows))
         down = F.linear(self._drop(x), a)
         if cut is not None and not self.placement.is_expert:
             down = self._communicate(down)

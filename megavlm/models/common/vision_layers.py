@@ -157,11 +157,29 @@ def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tenso
     return angles.cos(), angles.sin()
 
 
+class _Rotate(torch.autograd.Function):
+    """Rotation of x [P, heads, d] by cos and sin [P, 1, d] in fp32, rounded once to x's dtype. The
+    kernels read and write x's dtype and compute in fp32, so that no copy in fp32 is made of x.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        rotated, half = x.new_empty(x.shape), x.size(-1) // 2
+        (first, second), (low, high) = x.split(half, -1), (x * cos).split(half, -1)
+        torch.addcmul(low, second, sin[..., :half], value=-1, out=rotated[..., :half])
+        torch.addcmul(high, first, sin[..., half:], out=rotated[..., half:])
+        return rotated
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _Rotate.apply(grads[0], cos, -sin), None, None
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding in fp32. x [P, heads, d], cos and sin [P, 1, d]."""
-    wide = x.float()
-    first, second = wide.chunk(2, dim=-1)
-    return (wide * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+    """Apply the rotary embedding, computed in fp32. x [P, heads, d], cos and sin fp32 [P, 1, d]."""
+    return _Rotate.apply(x, cos, sin)
 
 
 # Layers
@@ -181,6 +199,27 @@ class PatchEmbed(nn.Module):
         return self.proj(patches.to(self.proj.weight.dtype))
 
 
+class PaddedLinear(nn.Linear):
+    """Linear layer that computes with zeros around its parameters, because a GPU has slow kernels
+    for widths that are no multiple of 8. The parameters have the released shape, and the gradients
+    of the zeros are dropped.
+
+    Maps [P, in_features, then any zeros] to [P, out_width], in which zeros follow the features.
+    """
+
+    def __init__(self, in_features: int, out_features: int, out_width: int) -> None:
+        super().__init__(in_features, out_features)
+        self.out_width = out_width
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        bias: Tensor = self.bias
+        rows, columns = self.out_width - self.out_features, x.size(-1) - self.in_features
+        if rows or columns:
+            weight, bias = F.pad(weight, (0, columns, 0, rows)), F.pad(bias, (0, rows))
+        return F.linear(x, weight, bias)
+
+
 class Attention(nn.Module):
     """Attention within segments. Input and output are [P, D]."""
 
@@ -191,8 +230,10 @@ class Attention(nn.Module):
         self.proj = nn.Linear(size, size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        q, k, v = self.qkv(x).view(x.size(0), 3, self.num_heads, -1).unbind(1)
-        return self.proj(attend(rotate(q, cos, sin), rotate(k, cos, sin), v, segments).flatten(1))
+        heads = self.num_heads
+        qk, v = self.qkv(x).view(x.size(0), 3 * heads, -1).split([2 * heads, heads], 1)
+        q, k = rotate(qk, cos, sin).chunk(2, 1)
+        return self.proj(attend(q, k, v, segments).flatten(1))
 
 
 class VisionBlock(nn.Module):

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavlm.config.lora import COMPONENTS
 from megavlm.models.common.components import LINEARS
 from megavlm.models.common.lora_linear import LoRALinear, LoRAPart, Placement, is_adapter
 from megavlm.models.common.lora_targets import choose, linear_names
+from megavlm.models.common.vision_layers import PaddedLinear
 
 LAYER = "language_model.decoder.layers"
 
@@ -125,6 +127,19 @@ def test_new_adapters_change_nothing() -> None:
     layer = adapted(base)
     assert torch.equal(layer(x), base(x)) and torch.equal(layer.merged_weight(), base.weight)
     assert layer.lora_A.dtype == layer.lora_B["proj"].dtype == torch.bfloat16
+
+
+def test_adapters_of_a_layer_with_padded_widths() -> None:
+    torch.manual_seed(0)
+    up, down = (randomised(adapted(x)) for x in (PaddedLinear(8, 6, 16), PaddedLinear(6, 8, 8)))
+    x = torch.randn(5, 8)
+    wide = up(x)
+    output = down(wide)
+    hidden = F.linear(x, up.merged_weight(), up.bias)
+    torch.testing.assert_close(wide, F.pad(hidden, (0, 10)))
+    torch.testing.assert_close(output, F.linear(hidden, down.merged_weight(), down.bias))
+    output.sum().backward()
+    assert all(p.grad.shape == p.shape for layer in (up, down) for p in layer.parameters())
 
 
 def test_merging_rounds_once() -> None:
