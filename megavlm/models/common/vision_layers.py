@@ -216,7 +216,9 @@ class PaddedLinear(nn.Linear):
         bias: Tensor = self.bias
         rows, columns = self.out_width - self.out_features, x.size(-1) - self.in_features
         if rows or columns:
-            weight, bias = F.pad(weight, (0, columns, 0, rows)), F.pad(bias, (0, rows))
+            weight = F.pad(weight, (0, columns, 0, rows))
+        if rows:
+            bias = F.pad(bias, (0, rows))
         return F.linear(x, weight, bias)
 
 
