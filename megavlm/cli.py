@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megavlm.commands import add_version, command
-from megavlm.demo import FAMILY
+from megavlm.demo_folder import ALGORITHM, FAMILY, demo_folder
 from megavlm.families import FAMILIES
 from megavlm.process import ExitCode, leave, loading_packages
 from megavlm.slurm.job import Job
@@ -353,8 +353,14 @@ def demo(
         typer.Option(
             help="Recipe of recipes/debug without its _shapes.yaml: grpo, ppo, dapo, vqa_retry, ..."
         ),
-    ] = "grpo",
-    run_dir: Annotated[Path, typer.Option(help="Directory of all outputs.")] = Path("runs/demo"),
+    ] = ALGORITHM,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of all outputs (default: runs/demo, or runs/demo-zoom-seed1 with these "
+            "options)."
+        ),
+    ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -377,7 +383,7 @@ def demo(
 
     pipeline.run_demo(
         pipeline.DemoOptions(
-            run_dir=run_dir,
+            run_dir=run_dir or demo_folder(algorithm, family, seed, data),
             seed=seed,
             family=family,
             algorithm=algorithm,

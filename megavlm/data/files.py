@@ -14,6 +14,8 @@ from typing import IO, Any, TypeVar, cast
 import fsspec
 from fsspec.registry import known_implementations
 
+from megavlm.demo_folder import demo_command
+
 _GZIP = ".gz"
 _TEXTS = (".jsonl", ".json", ".csv")
 SUFFIXES = (".parquet", *_TEXTS, *(suffix + _GZIP for suffix in _TEXTS))
@@ -155,7 +157,9 @@ def expand(entries: Sequence[str]) -> list[DataFile]:
         else:
             urls = [entry] if filesystem.exists(path) else []
         if not urls:
-            raise ValueError(f"{entry}: no such data file; give Parquet, JSONL, JSON or CSV files")
+            command = demo_command(entry)
+            how = f"make it by {command}" if command else "give Parquet, JSONL, JSON or CSV files"
+            raise ValueError(f"{entry}: no such data file; {how}")
         for url in urls:
             file = DataFile(url, number, _name(entry, url))
             if not url.lower().endswith(SUFFIXES):

@@ -19,10 +19,10 @@ from pathlib import Path
 from megavlm.config.data import Data
 from megavlm.config.load import load
 from megavlm.config.schema import Config
-from megavlm.demo import FAMILY
 from megavlm.demo.data import DemoData, draw_data, take_data
 from megavlm.demo.shapes import TASKS
 from megavlm.demo.warm_start import plan_warm_start
+from megavlm.demo_folder import ALGORITHM, FAMILY
 from megavlm.families import FAMILIES, family_of
 from megavlm.observability.text import minutes
 from megavlm.parallel import platform
@@ -49,7 +49,7 @@ class DemoOptions:
     run_dir: Path
     seed: int = 0
     family: str = FAMILY
-    algorithm: str = "grpo"
+    algorithm: str = ALGORITHM
     data: Path | None = None
     tasks: Sequence[str] | None = None
     warm_steps: int | None = None
@@ -78,7 +78,7 @@ class DemoOptions:
                 f"--algorithm {algorithm} (ALGORITHM or ENV of make demo) has no recipe: {hint}"
                 f"choose one of {', '.join(known)}"
             )
-        if self.data is not None and algorithm != "grpo":
+        if self.data is not None and algorithm != ALGORITHM:
             raise ValueError(
                 f"--algorithm {algorithm} is for drawn images: with --data give the keys of "
                 f"recipes/algorithms/{algorithm}.yaml as overrides"
@@ -170,10 +170,15 @@ def _make_data(options: DemoOptions) -> DemoData:
     folder = options.run_dir / "data"
     if options.data is not None:
         return take_data(options.data, folder, seed=options.seed)
-    task = built_in_tasks().get(options.algorithm)
-    own = (options.algorithm,) if options.algorithm in TASKS else ()
-    drawn = options.tasks or (task.demo if task else own) or None
+    drawn = options.tasks or drawn_tasks(options.algorithm)
     return draw_data(folder, seed=options.seed, tasks=drawn)
+
+
+def drawn_tasks(algorithm: str) -> Sequence[str] | None:
+    """Return the kinds of questions that a recipe needs, None for the plain demo's."""
+    task = built_in_tasks().get(algorithm)
+    own = (algorithm,) if algorithm in TASKS else ()
+    return (task.demo if task else own) or None
 
 
 def _train(path: Path, overrides: list[str]) -> None:
@@ -218,6 +223,7 @@ def _clear(run_dir: Path) -> None:
     if run_dir.is_dir() and any(run_dir.iterdir()):
         if not (run_dir / MARK).is_file():
             raise ValueError(f"--run-dir {run_dir} is not an earlier demo: give another folder")
+        print(f"replacing the earlier demo in {run_dir}", flush=True)
         shutil.rmtree(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / MARK).touch()

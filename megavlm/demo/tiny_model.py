@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from megavlm.demo import FAMILY
 from megavlm.demo.tiny_configs import END_OF_TEXT, END_OF_TURN, TinySizes, tiny_config
+from megavlm.demo_folder import FAMILY
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 SPECIAL_TOKENS = (

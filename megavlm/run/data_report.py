@@ -11,6 +11,7 @@ from megavlm.data.rows import Rows
 from megavlm.data.summary import summarize
 from megavlm.families import family_of
 from megavlm.observability.progress import Progress
+from megavlm.run.checks.model_folder import check_is_folder
 from megavlm.run.checks.preflight import check_run_dir
 
 LIMIT = 5000  # maximum rows of each split that are read
@@ -19,12 +20,14 @@ LIMIT = 5000  # maximum rows of each split that are read
 def data_report(config: Config, progress: Progress) -> Path:
     """Write data_report.html to the run directory and return its path. Loads no weights.
 
-    Raises ValueError if the recipe names no data or the directory cannot be written.
+    Raises ValueError if the recipe names no data, its model is missing, or the directory cannot be
+    written.
     """
     splits = {"Training data": config.data.train_files, "Test data": config.data.test_files}
     if not any(splits.values()):
         raise ValueError("data.train_files=[] names no data: add data.train_files=[FILE.parquet]")
     check_run_dir(Path(config.run.dir))
+    check_is_folder(Path(config.model.folder))
     processor = Processor(config.model.folder, config.data, family_of(config.model.folder))
     summaries = {}
     for name, files in splits.items():

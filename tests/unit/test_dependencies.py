@@ -21,7 +21,7 @@ LEVELS = [
         "temporary",
         "writing",
     },
-    {"config", "observability"},
+    {"config", "observability", "demo_folder"},
     {"task"},  # imports a task's modules when they are used
     {"algorithms", "limited", "parallel"},
     {"rewards"},

@@ -23,6 +23,7 @@ from megavlm.checkpointing.folder import (
 from megavlm.checkpointing.untrained import untrained_tensors
 from megavlm.config.algorithm import DataTraining
 from megavlm.config.schema import Config
+from megavlm.demo_folder import demo_command
 from megavlm.families import FAMILIES, family, quantization
 from megavlm.models.folder_files import check_files
 from megavlm.run.checks.layout import Values, check_sizes
@@ -84,6 +85,18 @@ def check_model(folder: Path, config: Config) -> Values:
     except ValueError as error:
         raise ValueError(f"model.folder: {str(error).removesuffix('.')}") from error
     return values
+
+
+def check_is_folder(folder: Path) -> None:
+    """Raise ValueError for a model folder that does not exist. The message says how to get it."""
+    if folder.is_dir():
+        return
+    if command := demo_command(folder):
+        raise ValueError(f"model.folder={folder} does not exist: make it by {command}")
+    raise ValueError(
+        f"model.folder={folder} is not a folder: give a HuggingFace model folder; to download "
+        f"one: hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir {folder}"
+    )
 
 
 def _check_served(folder: Path, values: Values) -> None:
@@ -153,6 +166,10 @@ def check_checkpoint(folder: Path, config: Config, values: Values) -> None:
     the latter's config.json.
     """
     if not is_checkpoint(folder):
+        if command := demo_command(folder):
+            raise ValueError(
+                f"model.checkpoint={folder} holds no complete checkpoint: make it by {command}"
+            )
         raise ValueError(
             f"model.checkpoint={folder} holds no complete checkpoint (no {MANIFEST}): create one "
             "with megavlm-convert import, or set model.checkpoint=null to start from the weights "
@@ -180,11 +197,7 @@ def _sizes(values: Values, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise ValueError(
-            f"model.folder={folder} is not a folder: give a HuggingFace model folder; to download "
-            f"one: hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir {folder}"
-        )
+    check_is_folder(folder)
     try:
         values = json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -95,6 +95,22 @@ BAD = [
     (["train", "none.yaml"], "none.yaml cannot be read"),
     (["train", "RECIPE", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
     (["train", "RECIPE", "model.folder=none"], "model.folder=none is not a folder"),
+    (
+        ["train", "RECIPE", "model.folder=runs/demo-zoom/model"],
+        "model.folder=runs/demo-zoom/model does not exist: make it by make demo ENV=zoom",
+    ),
+    (
+        ["train", "RECIPE", "model.folder=runs/demo/model", "--data-report"],
+        "model.folder=runs/demo/model does not exist: make it by make demo",
+    ),
+    (
+        ["train", "RECIPE", "data.train_files=[runs/demo/data/train.parquet]"],
+        "runs/demo/data/train.parquet: no such data file; make it by make demo",
+    ),
+    (
+        ["train", "RECIPE", "model.checkpoint=runs/demo/imported"],
+        "model.checkpoint=runs/demo/imported holds no complete checkpoint: make it by make demo",
+    ),
     (["train", "RECIPE", "--dry-run", "data.prompt_key=none"], "data.prompt_key"),
     (["train", "RECIPE", "--dry-run", "parallel.sequence=true"], "parallel.tensor=1 has only one"),
     (
@@ -182,6 +198,7 @@ def test_demo_passes_its_options_on(
     options = ["--data", tmp_path, "--seed", 3, "--run-dir", "r", "--warm-steps", 5]
     options += ["--tasks", "kind,length", "--family", "qwen3_vl", "--algorithm", "ppo"]
     assert megavlm("demo", "algorithm.steps=3", *options)[0] == 0
+    assert megavlm("demo", "--algorithm", "zoom", "--seed", 1)[0] == 0
     plain = {
         "run_dir": Path("runs/demo"),
         "seed": 0,
@@ -202,7 +219,8 @@ def test_demo_passes_its_options_on(
         "warm_steps": 5,
         "overrides": ["algorithm.steps=3"],
     }
-    assert calls == [plain, given]
+    variant = {"run_dir": Path("runs/demo-zoom-seed1"), "algorithm": "zoom", "seed": 1}
+    assert calls == [plain, given, plain | variant]
 
 
 def test_help_and_the_checks_before_a_run_import_nothing_heavy(write_recipe: WriteRecipe) -> None:
