@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_tools.import_hf import import_hf
+from megavlm.config.load import load
 from megavlm.demo.tiny_model import make_tiny_model
-from tests.conftest import png
+from megavlm.demo_folder import demo_folder
+from megavlm.run.checks.dry_run import dry_run
+from tests.conftest import png, row, write_rows
 from tests.support.cache import cached_folder
 
 ROOT = Path(__file__).parents[2]
@@ -24,9 +28,17 @@ def make_model(folder: Path) -> None:
     make_tiny_model(folder, ["red"] * 9, seed=0, num_heads=8, num_kv_heads=4, max_pixels=2**24)
 
 
+def make_demo(folder: Path) -> None:
+    """Make what a recipe of one's own takes from the demo. Its warm start is left out."""
+    make_model(folder / "model")
+    import_hf(folder / "model", folder / "warm_start/checkpoints")
+
+
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    """Make a folder with what the tutorial takes for granted: recipes, a model, photos."""
+    """Make a folder with what the tutorial takes for granted: recipes, models, photos."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/demo").symlink_to(cached_folder("tutorial-demo", "", make_demo))
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "models").mkdir()
     (tmp_path / "models/Qwen2.5-VL-3B-Instruct").symlink_to(
@@ -47,6 +59,26 @@ def run(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def test_the_recipe_for_a_cpu_trains_the_demo_s_model_on_own_rows(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workplace)
+    text = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    assert f"`{demo_folder(data=Path('data'))}/model`" in text
+    for _, title, block in FENCE.findall(text):
+        if title in ("tiny.yaml", "photos/train.jsonl"):
+            Path(title).write_text(block, encoding="utf-8")
+    Path("data").mkdir()
+    rows = [{key: row()[key] for key in ("images", "problem", "answer")}] * 3
+    for name in ("train", "test"):
+        write_rows(Path(f"data/{name}.parquet"), rows)
+    for keys, count in ([], 3), (["data.train_files=[photos/train.jsonl]"], 1):
+        config = load(Path("tiny.yaml"), keys)
+        assert config.parallel.num_ranks == 2 and config.rollout.servers == 1, "two CPU cores"
+        checked = dry_run(config, world_size=2, phase="train")
+        assert f"data.train_files, {count} row" in checked.partition("# Checked")[2]
+
+
 @pytest.mark.slow
 def test_the_tutorial_runs(workplace: Path) -> None:
     text = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
@@ -61,5 +93,5 @@ def test_the_tutorial_runs(workplace: Path) -> None:
             if command[0] == "megavlm" and "--dry-run" in command:
                 assert "algorithm:" in run(workplace, "-m", *command)
                 dry_runs += 1
-    assert dry_runs >= 3
+    assert dry_runs >= 5
     assert (workplace / "data/train.parquet").is_file()
