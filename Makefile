@@ -75,21 +75,21 @@ GPU_PATH_TESTS := $(wildcard tests/gpu_path/*cases.py) tests/parity/test_parity.
 	tests/distributed tests/unit/checkpoints/test_checkpointing.py tests/unit/checkpoints/test_experts.py
 GPU_VENV := .venv-gpu-path
 
-test-gpu-path: ## run models and updates on Transformer Engine's layers and the GPU image's torch, on a CPU (6 GB)
+test-gpu-path: ## run models and updates on Transformer Engine's layers and the torch of the Dockerfile's image, on a CPU (6 GB)
 	@$(MAKE) --no-print-directory setup VENV=$(GPU_VENV) LOCK="$(LOCK) $(GPU_LOCK)"
 	MEGAVLM_GPU_PATH=1 OMP_NUM_THREADS=1 $(GPU_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(GPU_PATH_TESTS)
 
 IMAGE_VENV ?= .venv-gpu-image
 IMAGE_LOCK := launch/requirements-gpu-image.txt
 IMAGE_STAMP := $(IMAGE_VENV)/installed-$(shell cksum < $(IMAGE_LOCK) | cut -d' ' -f1)
-# The image's Python where there is one: pyenv's python3.12 runs only where its version is chosen.
+# These machines' Python where there is one: pyenv's python3.12 runs only where its version is chosen.
 IMAGE_PYTHON = $(or $(shell PYENV_VERSION=3.12 python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null),$(PYTHON))
 
 $(IMAGE_VENV): $(IMAGE_STAMP)
 
 $(IMAGE_STAMP):
 	@$(IMAGE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
-		{ echo "the GPU image's numpy needs Python 3.12 or newer; choose one with: make PYTHON=python3.12" >&2; exit 2; }
+		{ echo "the numpy of the GPU stages' machines needs Python 3.12 or newer; choose one with: make PYTHON=python3.12" >&2; exit 2; }
 	@test -x $(IMAGE_VENV)/bin/python || $(IMAGE_PYTHON) -m venv $(IMAGE_VENV)
 	$(call install,$(IMAGE_VENV)/bin/python,$(IMAGE_LOCK))
 	@rm -f $(IMAGE_VENV)/installed-*
@@ -98,7 +98,7 @@ $(IMAGE_STAMP):
 IMAGE_TESTS := tests/unit/models tests/parity/test_parity.py tests/parity/test_tree_packs.py \
 	tests/gpu/test_on_cpu.py::test_stage_a_runs_on_a_cpu
 
-test-gpu-image: $(IMAGE_STAMP) ## run models, parity and stage a on the versions of the GPU machine's image, on a CPU (6 GB)
+test-gpu-image: $(IMAGE_STAMP) ## run models, parity and stage a on the versions of the GPU stages' machines, on a CPU (6 GB)
 	OMP_NUM_THREADS=1 $(IMAGE_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(IMAGE_TESTS)
 
 # Packages that need other versions than the lock has, each in a folder before the others.

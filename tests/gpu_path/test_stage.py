@@ -19,7 +19,7 @@ CHOICE = "not checkpointing or resumed_run or another_layout or export_holds"
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_gpu_path() -> None:
-    """`make test-gpu-path` runs more, with the torch of the GPU image."""
+    """`make test-gpu-path` runs more, with the torch of the Dockerfile's image."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     done = subprocess.run(
