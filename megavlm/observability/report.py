@@ -210,10 +210,14 @@ def _responses(group: Record, shown: Callable[[Record], Record]) -> list[Record]
 
 def spans(turn: Mapping[str, Any], limit: int) -> list[tuple[str, str]]:
     """Return the text of a turn as spans (class, text) by the probability of its tokens, as far as
-    tokens were kept. The spans have at most `limit` characters; there are none without tokens.
+    tokens were kept. The spans have at most `limit` characters; there are none without tokens. The
+    token that ends the turn is left out, as it is in the text.
     """
     found: list[tuple[str, str]] = []
-    for text, logprob in turn.get("tokens", ()):
+    tokens = turn.get("tokens", ())
+    if tokens and tokens[-1][0].strip() not in turn["text"]:
+        tokens = tokens[:-1]
+    for text, logprob in tokens:
         style = next((style for low, style in STYLES if logprob < log(low)), "")
         if found and found[-1][0] == style:
             found[-1] = style, found[-1][1] + text

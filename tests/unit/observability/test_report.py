@@ -141,6 +141,14 @@ def test_images_of_results_are_at_their_places_in_the_text(tmp_path: Path) -> No
     assert parts == ["first", "<img", "second", "<img", "it says &lt;image&gt;"]
 
 
+def test_a_prompt_has_a_label_where_an_image_stands(tmp_path: Path) -> None:
+    asked = group("Is <image> like <image>?", images=[image("a"), image("b")])
+    page = report(tmp_path, [asked, group("What is <image>?", "colour")], steps=1)
+    prompts = re.findall(r'<div class="prompt">(.*?)</div>', page.html)
+    label = "<small>image</small>"
+    assert prompts == [f"Is {label} like {label}?", "What is &lt;image&gt;?"]
+
+
 def test_a_legend_names_what_was_measured_only(tmp_path: Path) -> None:
     page = report(tmp_path)
     (accuracy,) = [x for x in page.html.split("<figure>") if "<b>Test accuracy</b>" in x]

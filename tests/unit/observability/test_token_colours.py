@@ -23,9 +23,12 @@ def test_neighbours_of_a_class_are_one_span() -> None:
     assert spans(turn, 7) == [("", "It is"), ("p3", " 3 [... 3 more characters]")]
 
 
-def test_special_tokens_are_shown_and_without_tokens_there_are_no_spans() -> None:
-    tokens = [("\n3", 0.0), ("<|im_end|>", log(0.3))]
-    assert spans({"text": "3", "tokens": tokens}, 99) == [("", "\n3"), ("p2", "<|im_end|>")]
+def test_the_end_token_is_left_out_and_without_tokens_there_are_no_spans() -> None:
+    tokens = [("<box>", log(0.3)), ("\n3", 0.0), ("\n", 0.0)]
+    expected = [("p2", "<box>"), ("", "\n3\n")]
+    assert spans({"text": "3", "tokens": tokens}, 99) == expected
+    assert spans({"text": "3", "tokens": [*tokens, ("<|im_end|>", 0.0)]}, 99) == expected
+    assert spans({"text": "", "tokens": [("<|im_end|>", 0.0)]}, 99) == []
     assert spans({"text": "3"}, 9) == []
 
 
