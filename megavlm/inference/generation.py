@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Seconds until a batch without an answer shows that it waits. Before that, the activity's name stays:
+# a log's line that is due would otherwise often be the first look at a batch that has just begun.
+SHOW_WAIT_AFTER = 10.0
 POLL_EVERY = 0.5  # seconds between checks for changes that trigger no event
 ABORT_TIMEOUT = 30.0  # seconds that aborted requests have to return
 
@@ -133,7 +136,9 @@ class GenerationBatch:
                         return False
                     await self._wait()
                     self._collect()
-                    self.show(self._line(time.monotonic() - started))
+                    seconds = time.monotonic() - started
+                    if self._num_tokens or seconds > SHOW_WAIT_AFTER:
+                        self.show(self._line(seconds))
                     if self._num_complete >= self.wanted < self._num_first:
                         await self._abort()
                 return True
@@ -444,10 +449,10 @@ class GenerationBatch:
             pass  # the requests' own timeouts end them
 
     def _line(self, seconds: float) -> str:
-        return (
-            f"{self._num_complete} of {self.wanted} prompts answered, "
-            f"{self._num_tokens / seconds:,.0f} tokens/s"
-        )
+        line = f"{self._num_complete} of {self.wanted} prompts answered"
+        if not self._num_tokens:
+            return f"{line}, no answer for {seconds:.0f} s"
+        return f"{line}, {self._num_tokens / seconds:,.0f} tokens/s"
 
 
 def _has_tokens(responses: Sequence[Response]) -> bool:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 from megavlm.data.image_processing import PatchFormat, ProcessedImage
 from megavlm.data.processor import Prompt
 from megavlm.data.videos import ProcessedVideo
+from megavlm.inference import generation
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
 from megavlm.inference.protocol import (
@@ -229,6 +231,25 @@ def test_an_aborted_response_that_has_ended_is_complete(ends: tuple[int, ...]) -
         fake.held = {1}
         _, group = client(fake).generate(prompts, n=1, sampling=sampling, enough=1)
     assert [response.finish for response in group] == ["stop"]
+
+
+def test_a_batch_shows_its_state_once_there_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown() -> list[str]:
+        lines: list[str] = []
+        with FakeServer() as fake:
+            fake.held, fake.held_once = {7}, True
+            asking = client(fake)
+            asking._show = lines.append
+            threading.Timer(0.2, fake.aborted.set).start()
+            asking.generate([make_prompt(), make_prompt(first_id=9)], n=1, sampling=GREEDY)
+        return lines
+
+    monkeypatch.setattr(generation, "POLL_EVERY", 0.02)
+    lines = shown()
+    assert lines[-1].startswith("2 of 2 prompts answered, ")
+    assert not [line for line in lines if " 0 tokens/s" in line or "no answer" in line]
+    monkeypatch.setattr(generation, "SHOW_WAIT_AFTER", 0.0)
+    assert shown()[0] == "0 of 2 prompts answered, no answer for 0 s"
 
 
 def test_body() -> None:
