@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import inspect
 import json
+import re
 import subprocess
 import sys
 import typing
@@ -99,9 +100,23 @@ def command_page() -> str:
         command = [sys.executable, "-m", "typer", module, "utils", "docs", "--name", name]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         # One level deeper: the page has its own title.
-        lines = (f"#{line}" if line.startswith("#") else line for line in done.stdout.splitlines())
+        whole = _with_whole_summaries(done.stdout, name)
+        lines = (f"#{line}" if line.startswith("#") else line for line in whole.splitlines())
         text += "\n" + "\n".join(lines) + "\n"
     return text
+
+
+def _with_whole_summaries(page: str, name: str) -> str:
+    """Return typer's page in which the list of commands has the whole first paragraph of each
+    command's section, where typer cuts it off.
+    """
+
+    def entry(found: re.Match[str]) -> str:
+        _, _, section = page.partition(f"\n## `{name} {found[1]}`\n\n")
+        summary, _, _ = section.partition("\n\n")
+        return f"* `{found[1]}`: {' '.join(summary.split())}"
+
+    return re.sub(r"^\* `(\S+)`: .*\.\.\.$", entry, page, flags=re.MULTILINE)
 
 
 def configuration_page() -> str:

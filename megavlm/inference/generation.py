@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds until a batch without an answer shows that it waits. Before that, the activity's name stays:
-# a log's line that is due would otherwise often be the first look at a batch that has just begun.
+# Seconds until a batch without an answer shows that it waits. Before that, the activity's name
+# stays: a due line of a log would otherwise often be about a batch that has just begun.
 SHOW_WAIT_AFTER = 10.0
 POLL_EVERY = 0.5  # seconds between checks for changes that trigger no event
 ABORT_TIMEOUT = 30.0  # seconds that aborted requests have to return

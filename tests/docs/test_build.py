@@ -1,6 +1,7 @@
 """The documentation builds, and a link to nothing fails."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,7 @@ def test_the_built_pages_need_no_network(site: Path) -> None:
 def test_generated_pages_are_built(site: Path) -> None:
     commands = (site / "reference/cli.html").read_text(encoding="utf-8")
     assert "megavlm train" in commands and "megavlm-convert import" in commands
+    assert not re.search(r"\.\.\.</li>", commands), "the list of commands is cut off"
     assert (site / "changelog.html").is_file() and (site / "parity-results.html").is_file()
     assert 'src="images/cost.svg"' in (site / "benchmarks.html").read_text(encoding="utf-8")
 

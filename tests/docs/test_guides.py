@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from megavlm.config.schema import Config
 from megavlm.data.rows import Row
 from megavlm.environments import registry
 from megavlm.environments.agent import Agent
-from megavlm.environments.base import Context, Environment
+from megavlm.environments.base import Context, Environment, Observation
 from megavlm.environments.tools.load import load_tools
 from megavlm.evaluation.attempts import Attempt, Candidate, Question, SkippedRows
 from megavlm.rewards.base import Example, ResponseDetails, Score
@@ -26,6 +27,7 @@ from megavlm.rollout.rewards import make_reward_manager, reward_parts, used_task
 from tests.conftest import png
 from tests.docs.test_tutorial import FENCE, ROOT
 from tests.support.timeouts import scaled
+from tests.unit.environments.adapters.played import parts, play
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +169,15 @@ def test_the_guide_s_tools_are_called() -> None:
     wrong = asyncio.run(environment.step(call("convert", length=2, unit="mile", to="cm")))
     assert wrong.observation is not None
     assert wrong.observation.messages[0]["content"].startswith("error: convert: unit: ")
+
+
+def test_the_guide_s_mcp_server_is_called() -> None:
+    async def steps(session: Any, shown: Observation) -> None:
+        assert [tool["function"]["name"] for tool in shown.tools] == ["convert"]
+        step = await session.step(call("convert", length=2, unit="m", to="cm"))
+        assert parts(step.observation) == "200 cm"
+
+    play("tools", steps, tools=(f"{sys.executable} my_server.py",))
 
 
 def test_the_guide_s_shop_has_state() -> None:
