@@ -1,8 +1,10 @@
-"""The class that server_support/megavlm_prompts.py changes."""
+"""The class that server_support/megavlm_prompts.py and megavlm_images.py change."""
 
 
 class BaseMultimodalProcessor:
     async def load_mm_data(self) -> None: ...
+
+    def process_and_combine_mm_data(self) -> None: ...
 
 
 class BaseMultiModalProcessorOutput:
