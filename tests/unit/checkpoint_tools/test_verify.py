@@ -169,7 +169,7 @@ def test_logits_with_the_largest_difference_and_its_place(
 
     # A bias of the tower is seen on an image alone.
     bias = "visual.merger.mlp.2.bias"
-    other = changed(hf_folder("qwen2_5_vl"), tmp_path / "other", **{bias: lambda x: x + 1})
+    other = changed(hf_folder("qwen2_5_vl"), tmp_path / "other", **{bias: lambda x: x + 0.1})
     assert verify("--logits", imported("qwen2_5_vl"), other, "--json") == 1
     text, image = json.loads(capsys.readouterr().out)["logits"]
     assert text["largest"] == 0 < image["largest"]
