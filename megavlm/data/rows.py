@@ -267,7 +267,7 @@ class _RowMaker:
             problem=last.text,
             answer=answer,
             images=tuple(image for image in images if image is not None),
-            category="" if category is None else _text(category, str(data.category_key)),
+            category=_category(category, data),
             source=source,
             videos=tuple(self._video(data.video_key, item) for item in videos),
             extra={name: record.get(name) for name in data.extra_keys},
@@ -435,6 +435,12 @@ def _check_columns(file: DataFile, names: Sequence[str] | None, data: Data) -> N
 
 def _is_chat(value: object) -> TypeGuard[list[Mapping[str, Any]]]:
     return isinstance(value, list) and bool(value) and all(isinstance(x, Mapping) for x in value)
+
+
+def _category(value: object, data: Data) -> str:
+    if isinstance(value, bytes):
+        raise ValueError(f"{data.category_key!r} is {value!r:.200}; it must be text or a number")
+    return "" if value is None else cell_text(value)
 
 
 def _text(value: object, column: str) -> str:
