@@ -357,7 +357,7 @@ def demo(
     run_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of all outputs (default: runs/demo, or runs/demo-zoom-seed1 with these "
+            help="Directory of all outputs (default: runs/demo, or runs/demo-ppo-seed1 with these "
             "options)."
         ),
     ] = None,

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megavlm.environments.base import ChatMessage, Content, Image, Observation, Step
+from megavlm.limited.failure import CallFailure
 from megavlm.rewards.base import Example, Score
 
 
@@ -42,9 +43,10 @@ def _unpack_content(content: Any) -> Content:
 
 def _text(part: Any) -> str:
     if not isinstance(part, str):
-        raise TypeError(
+        raise CallFailure(
+            "value",
             f"a message's content has {part!r:.80}: give texts and images, with Image.of for a "
-            "picture of Pillow or an array"
+            "picture of Pillow or an array",
         )
     return part
 

@@ -46,7 +46,7 @@ def code(text: str) -> Iterator[str]:
 def test_links_between_files_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     generated = {"configuration.md", "cli.md", "changelog.md"}
-    generated |= {"parity-results.md", "benchmarks.md"}
+    generated |= {"parity-results.md", "benchmarks.md", "gpu-stages.md"}
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
         if not re.match(r"https?://", target) and Path(target).name not in generated:
             assert (page.parent / target).exists(), f"{relative(page)} links to {target}"

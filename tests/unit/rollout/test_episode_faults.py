@@ -76,7 +76,7 @@ def test_turns_that_sum_up_to_1_are_correct(last: float, is_correct: bool) -> No
         ("no observation", "has no observation"),
         ("role", "the role 'robot'"),
         ("no role", "the role None"),
-        ("part", "the content "),
+        ("part", "a message's content has "),
         ("surrogate", "surrogates"),
         ("placeholder", "2 <image> for 1 images"),
     ],

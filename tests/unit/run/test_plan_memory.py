@@ -246,7 +246,7 @@ def test_activations_are_what_autograd_keeps(
     head = 16 if family.startswith("qwen3") else SIZES["hidden_size"] // SIZES["num_heads"]
     values = 2 * SIZES["hidden_size"] + head * SIZES["num_heads"]
     on_cpus = 4 * TOKENS * 2 * values if recompute != "full" else 0
-    assert (kept / 2 + on_cpus) / (more - fewer) == pytest.approx(1.0, rel=0.1)
+    assert (kept / 2 + on_cpus) / (more - fewer) == pytest.approx(1.0, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -284,4 +284,4 @@ def test_activations_of_a_layout_are_what_autograd_keeps(
     values = 2 * SIZES["hidden_size"] + head * SIZES["num_heads"]
     masks = 4 * 2 * tokens * TOKENS if layout.context > 1 else 0
     on_cpus = 4 * 2 * tokens * values / layout.tensor + masks
-    assert (kept / 2 + on_cpus) / (more - fewer) == pytest.approx(1.0, rel=0.1)
+    assert (kept / 2 + on_cpus) / (more - fewer) == pytest.approx(1.0, rel=0.15)
