@@ -13,8 +13,8 @@ _FOLDER = re.compile(r"(?:^|/)runs/demo(?P<variant>-[^/]*?)??(?:-data-(?P<data>[
 def demo_folder(
     algorithm: str = ALGORITHM, family: str = FAMILY, seed: int = 0, data: Path | None = None
 ) -> Path:
-    """Return the folder of a variant of the demo: runs/demo without options, runs/demo-zoom-seed1
-    with --algorithm zoom --seed 1.
+    """Return the folder of a variant of the demo: runs/demo without options, runs/demo-ppo-seed1
+    with --algorithm ppo --seed 1.
     """
     parts = ["demo"]
     if algorithm != ALGORITHM:
