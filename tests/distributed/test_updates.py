@@ -46,6 +46,9 @@ from tests.support.operators import Operators
 
 pytestmark = pytest.mark.distributed
 ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
+local_layers = pytest.mark.skipif(
+    platform.has_transformer_engine(), reason="it is about a GPU without Transformer Engine"
+)
 STEPS = 3
 SETTINGS = Optimizer(lr=1e-3, clip_grad=0.5)
 
@@ -190,6 +193,7 @@ def train_with_fused_swiglu(folder: Path) -> list[Any]:
     return history(run)
 
 
+@local_layers
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl_moe"])
 def test_a_gpu_without_transformer_engine_makes_the_same_updates(model: str) -> None:
     folder = model_folder(model)
@@ -267,6 +271,7 @@ def operators_of_a_step(folder: Path, frozen: bool) -> tuple[int, Any]:
     return len(tensors), operators.counts
 
 
+@local_layers
 def test_an_update_takes_all_tensors_at_once(folder: Path) -> None:
     """And reads two numbers: whether gradients are finite, and their norm."""
     (few, fewer), (many, more) = (
