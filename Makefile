@@ -20,7 +20,7 @@ TESTS ?= tests
 JOBS ?= 3
 CASES ?=
 
-.PHONY: help setup demo test test-slow test-all test-gpu-path test-gpu-image test-adapters parity pushes gpu-a gpu-b gpu-c gpu-d gpu-e style bench bench-trl soak chaos docs
+.PHONY: help setup demo test test-slow test-all test-long test-gpu-path test-gpu-image test-adapters parity pushes gpu-a gpu-b gpu-c gpu-d gpu-e style bench bench-trl soak chaos docs
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -63,12 +63,15 @@ demo: setup ## train a tiny model on generated images, or on yours
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 test: setup ## run the tests of every unit, layout and family, and a whole run (10 to 20 minutes)
-	$(PYTEST) -m "not slow" $(TESTS)
+	$(PYTEST) -m "not slow and not long" $(TESTS)
 
 test-slow: setup ## run the tests that `make test` leaves out
-	$(PYTEST) -m slow $(TESTS)
+	$(PYTEST) -m "slow and not long" $(TESTS)
 
-test-all: test test-slow ## run the whole test suite (about 45 minutes)
+test-long: setup ## run what only nights have time for: faults of whole clusters, the GPU stages with tiny models
+	$(PYTEST) -m long $(TESTS)
+
+test-all: test test-slow ## run what .ci/run runs on every push (about 50 minutes)
 
 # What the models on a GPU are made of; not what no GPU takes part in.
 GPU_PATH_TESTS := $(wildcard tests/gpu_path/*cases.py) tests/parity/test_parity.py tests/parity/test_tree_packs.py \

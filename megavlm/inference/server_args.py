@@ -172,7 +172,6 @@ class ServerOptions:
                 "SGLANG_USE_CPU_ENGINE": "1",
                 "MEGAVLM_SERVED_MODULES": self._served_modules,
                 "OMP_NUM_THREADS": "1",
-                "TORCHDYNAMO_DISABLE": "1",  # or the first request compiles C++ for 20 s
                 "CUDA_VISIBLE_DEVICES": "",
             }
             if self.tensor_parallel > 1:  # the core of each rank

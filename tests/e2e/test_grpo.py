@@ -90,7 +90,7 @@ def test_three_steps(world: World) -> None:
     assert "api_key" not in key
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_checkpoint_is_evaluated_and_trained_on(world: World, trained: Path) -> None:
     run, steps = world.root / "grpo", world.metrics("grpo")
     result = json.loads((run / "result.json").read_text())
@@ -109,7 +109,7 @@ def test_the_checkpoint_is_evaluated_and_trained_on(world: World, trained: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_5", marks=pytest.mark.long), "qwen3_5_moe"])
 def test_layers_of_linear_attention(world: World, family: str) -> None:
     """One family replays routes; the servers of both draft tokens with a head of the model."""
     plain, model = world.root / family, world.root / f"{family}_mtp"

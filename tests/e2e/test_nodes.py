@@ -20,7 +20,7 @@ from tests.e2e.conftest import World
 from tests.e2e.running import Running, running
 from tests.unit.inference.test_node_servers import servers_of
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.timeout(1500)]
 
 STEPS = 18  # with three switches in each
 SECTIONS: dict[str, Any] = {

@@ -48,6 +48,7 @@ def test_killed_in_mid_generation(world: World) -> None:
     assert all(step["stale_share"] > 0 and step["stale_steps"] == 1 for step in steps[1:])
 
 
+@pytest.mark.long
 def test_one_of_two_killed(world: World) -> None:
     """The other server takes its requests; it restarts, is refitted, and gets requests again."""
     recipe = world.recipe(

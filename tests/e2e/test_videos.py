@@ -61,7 +61,13 @@ def trained(world: World, running: Running, name: str, **sections: Any) -> list[
 
 
 @pytest.mark.parametrize(
-    "layout", [{"tensor": 2}, {"pipeline": 2, "first_stage_layers": 1}, {"context": 2}], ids=str
+    "layout",
+    [
+        {"context": 2},
+        pytest.param({"tensor": 2}, marks=pytest.mark.long),
+        pytest.param({"pipeline": 2, "first_stage_layers": 1}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_steps_with_videos_on_a_layout(
     world: World, running: Running, data: dict[str, Any], layout: dict[str, int]

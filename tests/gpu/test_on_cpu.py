@@ -45,7 +45,7 @@ def run_script(name: str, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(scaled(900))
 def test_stage_a_runs_on_a_cpu(tmp_path: Path) -> None:
     lines = run_script("a", tmp_path)
@@ -62,7 +62,7 @@ def test_stage_a_runs_on_a_cpu(tmp_path: Path) -> None:
     assert "| qwen3_vl tiny | sdpa, float32 |" in page.render({"a": lines})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.xdist_group("sglang")
 @pytest.mark.timeout(scaled(900))
 @pytest.mark.parametrize(("name", "checks"), [("b", 12), ("c", 15), ("e", 8)])

@@ -1,5 +1,6 @@
 """The parity matrix: which family, under which layout, computes which inputs with which options."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,15 +163,17 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 def subset() -> Iterator[Case]:
-    """What `make test-all` runs: every family under every layout; inputs and options in turn."""
-    count = 0
+    """What `make test-all` runs: every family under every layout, with inputs and options in turn.
+    A case without images is followed by one with them.
+    """
+    variants = itertools.cycle([{}, *VARIANTS])
     for family in FAMILIES:
         for layout in layouts(family):
-            yield Case(family, layout)
-            while not (case := Case(family, layout, **VARIANTS[count % len(VARIANTS)])).is_possible:
-                count += 1
-            yield case
-            count += 1
+            cases = (Case(family, layout, **variant) for variant in variants)
+            possible = (case for case in cases if case.is_possible)
+            yield (case := next(possible))
+            if case.inputs == "text only":
+                yield next(possible)
 
 
 def quick() -> list[Case]:

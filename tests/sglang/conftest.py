@@ -27,6 +27,18 @@ from tests.support.cache import cached_folder
 PLAIN = "qwen2_5_vl"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Bring tests of one family together, so that its server starts once."""
+
+    def family(item: pytest.Item) -> str:
+        found = item.callspec.params.get("family", PLAIN) if hasattr(item, "callspec") else PLAIN
+        return "" if found == PLAIN else found
+
+    places = [i for i, item in enumerate(items) if "servers" in getattr(item, "fixturenames", ())]
+    for place, item in zip(places, sorted((items[i] for i in places), key=family), strict=True):
+        items[place] = item
+
+
 @dataclass(frozen=True)
 class Served:
     """A model folder and the server that started on it."""

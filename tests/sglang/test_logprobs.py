@@ -10,6 +10,7 @@ from megavlm.inference.protocol import Sampling
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
 from tests.sglang.questions import largest_difference, next_turns, prompts
+from tests.support.levels import slow
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 
@@ -25,17 +26,18 @@ def sampling(served: Served, temperature: float = 1.0, max_new_tokens: int = 16)
     )
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(
-    "family",
+    ("family", "temperature"),
     [
-        "qwen2_5_vl",
-        pytest.param("qwen2_vl", marks=pytest.mark.slow),
-        pytest.param("qwen3_vl_moe", marks=pytest.mark.slow),
-        pytest.param("qwen3_5", marks=pytest.mark.slow),
-        pytest.param("qwen3_5_moe", marks=pytest.mark.slow),
-        # Last: the pushes of test_weights ask for it again.
-        pytest.param("qwen3_vl", marks=pytest.mark.slow),
+        ("qwen2_5_vl", 1.0),
+        ("qwen2_5_vl", 0.7),
+        *slow(
+            ("qwen2_vl", 0.7),
+            ("qwen3_vl", 0.7),
+            ("qwen3_vl_moe", 0.7),
+            ("qwen3_5", 0.7),
+            ("qwen3_5_moe", 0.7),
+        ),
     ],
 )
 def test_logprobs(servers: Callable[[str], Served], family: str, temperature: float) -> None:

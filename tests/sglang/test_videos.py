@@ -32,7 +32,6 @@ FAMILIES = [
     pytest.param("qwen3_vl_moe", marks=pytest.mark.slow),
     pytest.param("qwen3_5", marks=pytest.mark.slow),
     pytest.param("qwen3_5_moe", marks=pytest.mark.slow),
-    # Last, as in test_logprobs.
     pytest.param("qwen3_vl", marks=pytest.mark.slow),
 ]
 

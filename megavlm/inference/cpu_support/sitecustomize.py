@@ -2,7 +2,7 @@
 
 Python imports `sitecustomize` in every process whose PYTHONPATH contains this directory: the server
 and the workers that it starts. Stock SGLang needs the first four changes and the last two to run on
-a CPU; the other seven save time:
+a CPU; the other eight save time:
 
 1. torchvision must be importable with a CPU build of torch: its two missing operators are defined
    right before the first `import torchvision`, never earlier, so that a process that does not use
@@ -25,8 +25,10 @@ a CPU; the other seven save time:
    comes, as when it is idle. Otherwise it would take a whole core from that update.
 11. SGLang does not import `mcp`, which takes a second and is only for tools that a server calls
    itself. It is installed here for tools that episodes call.
-12. Records of the experts of each token (enable_return_routed_experts) are in plain memory.
-13. Speculative decoding gets PyTorch operations for its kernels, and samples at a request's
+12. Functions are not compiled: the first request would wait 20 s for a C++ compiler, and importing
+   torch's compiler takes a second in each process.
+13. Records of the experts of each token (enable_return_routed_experts) are in plain memory.
+14. Speculative decoding gets PyTorch operations for its kernels, and samples at a request's
    temperature (speculation.py). SGLang has such kernels for CPUs with AMX, and takes the likeliest
    tokens there.
 """
@@ -116,6 +118,11 @@ def _gate_norm(module: Any) -> None:
     module._use_cpu = True
 
 
+def _compile_nothing(module: Any) -> None:
+    """Make `torch.compile` return its function, with and without options."""
+    module.compile = lambda function=None, **options: function or (lambda decorated: decorated)
+
+
 def _allocate_on_the_host(module: Any) -> None:
     """Give the records of routed experts plain memory. SGLang has pinned memory of GPUs alone."""
     import torch
@@ -148,6 +155,7 @@ def _sleep_in_pause(module: Any) -> None:
 
 
 REPLACEMENTS = {
+    "torch": _compile_nothing,
     "sglang.srt.managers.scheduler": _sleep_in_pause,
     "sglang.srt.layers.attention.vision": _install("segment_attention"),
     "sglang.srt.layers.attention.torch_native_backend": _install("cache_attention"),
