@@ -4,10 +4,10 @@ them. Tensors are on the meta device and take no memory.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
 from megavlm.config.schema import Config
@@ -16,7 +16,7 @@ from megavlm.families import family
 from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.layout_rules import check_model_layout
-from megavlm.models.common.mapping import Entry
+from megavlm.models.common.mapping import Entry, Shape
 from megavlm.parallel.mesh import Layout, check_world
 from megavlm.run.capacity.rates import NODE
 from megavlm.weight_sync.block_fp8 import VALUES
@@ -124,21 +124,26 @@ def tensor_rows(
     return rows
 
 
-def stored_bytes(entries: Iterable[Entry], servers: ServerLayout, itemsize: int) -> list[int]:
+def stored_bytes(entries: Iterable[Entry], servers: ServerLayout, itemsize: int) -> tuple[int, ...]:
     """Return the bytes of these entries that each rank of a server stores, without scales of block
     FP8. At least these must be sent.
     """
     shapes = {name: shape for x in entries for name, shape in zip(x.hf, x.hf_shapes, strict=True)}
-    tensors: Mapping[str, Tensor] = {
-        name: torch.empty(shape, device="meta") for name, shape in shapes.items()
-    }
-    return [
+    return _stored_bytes(tuple(shapes.items()), servers, itemsize)
+
+
+@lru_cache  # the layouts of a search have the same servers
+def _stored_bytes(
+    shapes: tuple[tuple[str, Shape], ...], servers: ServerLayout, itemsize: int
+) -> tuple[int, ...]:
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes}
+    return tuple(
         sum(
             tensor.numel() * (VALUES.itemsize if servers.is_fp8(name) else itemsize)
             for name, tensor in server_tensors(tensors, servers, rank)
         )
         for rank in range(servers.tensor_parallel)
-    ]
+    )
 
 
 def received_bytes(transport: str, changed: int, stored: int) -> int:
