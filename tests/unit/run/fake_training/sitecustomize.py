@@ -163,6 +163,16 @@ def wait_for_servers(urls: list[str]) -> None:
                 time.sleep(0.1)
 
 
-module = types.ModuleType("megavlm.run.train")
-module.train = train  # type: ignore[attr-defined]
-sys.modules["megavlm.run.train"] = module
+# No program of these does its work here, so megatron-core is not imported: half of a rank's start.
+for name, functions in {
+    "train": {"train": train},
+    "evaluate": {"evaluate_models": None},
+    "rollout": {"record_rollouts": None},
+}.items():
+    module = types.ModuleType(f"megavlm.run.{name}")
+    vars(module).update(functions)
+    sys.modules[module.__name__] = module
+if "RANK" in os.environ:
+    from megavlm.parallel import platform
+
+    platform.install = lambda: None
