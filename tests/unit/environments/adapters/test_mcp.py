@@ -60,7 +60,7 @@ def url() -> Iterator[str]:
         yield f"{found}/mcp"
 
 
-@pytest.fixture(params=["stdio", "http"])
+@pytest.fixture(params=["http", pytest.param("stdio", marks=pytest.mark.slow)])
 def address(request: pytest.FixtureRequest) -> str:
     return COMMAND if request.param == "stdio" else str(request.getfixturevalue("url"))
 
@@ -234,7 +234,8 @@ async def begun(made: EnvironmentPool, kind: str = "") -> tuple[Any, list[psutil
     return session, [psutil.Process(process) for process in found]
 
 
-@pytest.mark.parametrize("kind", ["", pytest.param("stubborn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["", "stubborn"])
 def test_no_server_outlives_its_episode(kind: str, tmp_path: Path) -> None:
     """One after the other: closed, given up during a call, and open when the pool is closed."""
 
