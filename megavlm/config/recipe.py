@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -28,7 +29,7 @@ def read_recipe(
     """Read a recipe file and merge it over its bases.
 
     inside: The chain of files that name this file as a base, to detect cycles. files: Filled with
-    the file that sets each key, as section.key.
+    the file that sets each key, as section.key or section.key.option.
     """
     named = f" (a base of {inside[-1]})" if inside else ""
     try:
@@ -55,8 +56,7 @@ def read_recipe(
     for base in bases:
         merged = merge(merged, read_recipe(path.parent / base, (*inside, path), files))
     if files is not None:
-        sections = {name: x for name, x in content.items() if isinstance(x, Mapping)}
-        files |= {f"{name}.{key}": path for name, section in sections.items() for key in section}
+        files |= dict.fromkeys(_paths(content), path)
     return merge(merged, content)
 
 
@@ -89,6 +89,32 @@ def _keys_of_name(section: str, below: DictConfig, above: DictConfig) -> set[str
     return set() if algorithm is None else {str(key) for key in old} - known
 
 
+_KEY = re.compile(r"\b[a-z]+(?:\.[\w-]+)+")
+
+
+def _paths(tree: DictConfig) -> Iterator[str]:
+    """Iterate over the keys of all depths, as section.key.option."""
+
+    def walk(values: Mapping[Any, Any], prefix: str) -> Iterator[str]:
+        for key, value in values.items():
+            yield f"{prefix}{key}"
+            if isinstance(value, Mapping):
+                yield from walk(value, f"{prefix}{key}.")
+
+    content = OmegaConf.to_container(tree)
+    assert isinstance(content, dict)
+    return walk(content, "")
+
+
+def _known(key: str, files: Mapping[str, Path]) -> str | None:
+    """Return the longest beginning of a key that a file sets, None if it is a section or less."""
+    while "." in key:
+        if key in files:
+            return key
+        key = key.rpartition(".")[0]
+    return None
+
+
 @contextmanager
 def naming_files(recipe: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
     """Add to a ValueError which base of the recipe sets a key that the error names."""
@@ -98,12 +124,12 @@ def naming_files(recipe: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
         files: dict[str, Path] = {}
         read_recipe(recipe, files=files)
         own = {key for key, file in files.items() if file == recipe.resolve()}
-        own |= {override.partition("=")[0] for override in overrides}
-        named = dict.fromkeys(re.findall(r"\b[a-z]+\.[a-z_]+", str(error)))
+        own |= {key for override in overrides for key in _paths(parse_override(override))}
+        named = dict.fromkeys(_known(key, files) for key in _KEY.findall(str(error)))
         notes = [
             f"{key} is set in {os.path.relpath(files[key])}"
             for key in named
-            if key in files and not any(key == x or x.startswith(f"{key}.") for x in own)
+            if key is not None and key not in own
         ]
         if not notes:
             raise

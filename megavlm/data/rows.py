@@ -49,7 +49,7 @@ class Row:
     answer: str  # "" if there is none
     images: tuple[bytes, ...]  # files as they are stored: PNG, JPEG, ...
     category: str  # "" if there is none
-    source: str  # "file:row", for error messages
+    source: str  # for messages: "x.parquet:0" is the first row, "x.jsonl:1" the first line
     videos: tuple[AnyVideo, ...] = ()  # with one VIDEO_PLACEHOLDER per video, or none at all
     extra: Mapping[str, Any] = field(default_factory=dict)  # columns for rewards and environments
     num_unfetched: int = 0  # number of images at URLs, which Rows.peek leaves out
@@ -196,7 +196,9 @@ class Rows(Sequence[Row]):
     ) -> Row:
         file = self.files[self.blocks[number][0]]
         index = self._starts[number] + offset
-        source = f"{file.url}:{index - self.file_starts[self.blocks[number][0]]}"
+        if (place := content.line(offset)) is None:
+            place = index - self.file_starts[self.blocks[number][0]]
+        source = f"{file.url}:{place}"
         try:
             record = {
                 name: None if isinstance(value, float) and math.isnan(value) else value

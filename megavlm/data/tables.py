@@ -60,6 +60,11 @@ class RecordBlock(Protocol):
     def record(self, index: int) -> dict[str, Any]:
         """Return one record. Raises ValueError if it cannot be parsed."""
 
+    def line(self, index: int) -> int | None:
+        """Return the line of a record in its file, from 1 as editors count; None if its table does
+        not consist of lines.
+        """
+
 
 def open_table(file: DataFile, texts: Sequence[str] = ()) -> RecordTable:
     """Open a data file and find its rows.
@@ -178,6 +183,9 @@ class ArrowBlock:
         record: dict[str, Any] = self._table.slice(index, 1).to_pylist()[0]
         return record | {name: _as_printed(record[name], t) for name, t in self._narrow.items()}
 
+    def line(self, index: int) -> None:
+        return None
+
 
 def _is_narrow(kind: pa.DataType) -> bool:
     """Return True for a type that holds floats of 32 bits or fewer."""
@@ -242,16 +250,27 @@ class _TextTable:
 class LinesTable(_TextTable):
     """A JSONL file: one JSON object per line. Empty lines are skipped."""
 
+    def __init__(self, file: DataFile) -> None:
+        self._num_lines = 0  # that were read so far
+        self._lines_before = [0]  # number of lines before each block
+        super().__init__(file)
+
     def read(self, block: int, columns: Sequence[str] | None) -> "LinesBlock":
-        return LinesBlock([line for line in self._content(block).split(b"\n") if line.strip()])
+        lines = enumerate(self._content(block).split(b"\n"), self._lines_before[block] + 1)
+        return LinesBlock([(number, line) for number, line in lines if line.strip()])
 
     def _records(self, stream: IO[bytes]) -> Iterator[tuple[int, int]]:
         start, end = 0, 0
         for line in stream:
             end += len(line)
+            self._num_lines += 1
             if line.strip():
                 yield start, end
                 start = end
+
+    def _end_block(self, start: int, end: int, rows: int) -> None:
+        super()._end_block(start, end, rows)
+        self._lines_before.append(self._num_lines)
 
 
 class ListTable(_TextTable):
@@ -346,15 +365,21 @@ class ListBlock:
     def record(self, index: int) -> dict[str, Any]:
         return dict(self._records[index])
 
+    def line(self, index: int) -> None:
+        return None
+
 
 class LinesBlock:
     fills_nulls: ClassVar[bool] = False
 
-    def __init__(self, lines: Sequence[bytes]) -> None:
+    def __init__(self, lines: Sequence[tuple[int, bytes]]) -> None:
         self._lines = lines
 
+    def line(self, index: int) -> int:
+        return self._lines[index][0]
+
     def record(self, index: int) -> dict[str, Any]:
-        line = self._lines[index]
+        _, line = self._lines[index]
         try:
             record = json.loads(line.decode("utf-8-sig"))
         except ValueError as error:

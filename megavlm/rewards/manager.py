@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megavlm.config.curriculum import CurriculumStage
@@ -22,12 +22,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """One of several rewards. label: its name in metrics and in the weights of a curriculum."""
+    """One of several rewards. label: its name in metrics and in the weights of a curriculum. key:
+    the recipe's key of its options.
+    """
 
     label: str
     name: str
     weight: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
+    key: str = "reward.options"
 
 
 class RewardManager:
@@ -54,7 +57,7 @@ class RewardManager:
         self._pool = None
         self._of_groups: list[Part] = []
         if local:
-            rewards = [(part.name, part.options) for part in local]
+            rewards = [(part.name, part.options, part.key) for part in local]
             self._pool = RewardPool(
                 rewards,
                 workers=settings.workers,
@@ -244,4 +247,8 @@ def _finite(number: Any) -> float:
 def _remote(part: Part, timeout: float) -> RemoteReward:
     is_model = part.name == registry.REWARD_MODEL
     options = dict(part.options) if is_model else {"url": part.name, **part.options}
-    return RemoteReward(RemoteOptions.of(options), is_model=is_model, timeout=timeout)
+    takes = [field.name for field in fields(RemoteOptions)]
+    registry.check_names(part.name, options, takes, part.key)
+    with registry.naming(part.key):
+        checked = RemoteOptions.of(options)
+    return RemoteReward(checked, is_model=is_model, timeout=timeout)

@@ -12,7 +12,7 @@ from megavlm.rewards.base import ResponseDetails
 from megavlm.rewards.registry import RewardArguments
 
 MAX_SCORES = 2**20  # bytes: the scores of a group
-Rewards = Sequence[tuple[str, Mapping[str, Any]]]  # names and options
+Rewards = Sequence[tuple[str, Mapping[str, Any], str]]  # names, options and their keys
 
 
 class RewardProcess(LimitedProcess):
@@ -20,7 +20,7 @@ class RewardProcess(LimitedProcess):
         """Start the process. Raises ValueError if a function cannot be loaded or rejects its
         options.
         """
-        names = ", ".join(name for name, _ in rewards)
+        names = ", ".join(name for name, *_ in rewards)
         super().__init__(
             "megavlm.rewards.worker",
             {"rewards": rewards},

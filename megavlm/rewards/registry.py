@@ -3,7 +3,8 @@ URL.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +46,12 @@ def is_remote(name: str) -> bool:
     return name == REWARD_MODEL or name.startswith(("http://", "https://"))
 
 
-def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
-    """Import the function, and check its options. Raises ValueError for an option that it cannot
-    use or something that is not a function, and any error of the import.
+def load_reward(
+    name: str, options: Mapping[str, Any], key: str = "reward.options"
+) -> RewardFunction:
+    """Import the function, and check its options, which the recipe has at `key`. Raises ValueError
+    for an option that it cannot use or something that is not a function, and any error of the
+    import.
     """
     task = reward_task(name)
     path = BUILT_IN_REWARDS.get(name, name) if task is None else task.reward
@@ -55,11 +59,27 @@ def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
     if not callable(function):
         raise ValueError(f"{name} is not a function")
     takes = arguments(function).options
-    if (unknown := sorted(set(options) - set(takes))) and not _takes_any(function):
-        known = ", ".join(takes) or "none"
-        raise ValueError(f"it takes no option {unknown[0]!r}; its options are: {known}")
-    check_options(name, options)
+    if not _takes_any(function):
+        check_names(name, options, takes, key)
+    with naming(key):
+        check_options(name, options)
     return function
+
+
+def check_names(name: str, options: Iterable[str], takes: Sequence[str], key: str) -> None:
+    """Raise ValueError for an option that is not among those that a reward takes."""
+    if unknown := sorted(set(options) - set(takes)):
+        known = ", ".join(takes) or "none"
+        raise ValueError(f"{key}.{unknown[0]}: {name} takes no such option; it has {known}")
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Add the recipe's key to a ValueError about its value."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:

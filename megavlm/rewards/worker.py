@@ -26,7 +26,7 @@ def main() -> None:
     sys.excepthook = lambda kind, error, _: control.sendall(
         frame({"error": f"{kind.__name__}: {error}"})
     )
-    functions = [registry.load_reward(name, options) for name, options in setup["rewards"]]
+    functions = [registry.load_reward(*reward) for reward in setup["rewards"]]
     sys.excepthook = sys.__excepthook__
     takes = [registry.arguments(function) for function in functions]
     control.sendall(frame({"takes": [asdict(found) for found in takes]}))

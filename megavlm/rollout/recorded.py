@@ -201,8 +201,8 @@ class _Reader:
         prompt = self._processor.prompt(self._rows[index]) if index < len(self._rows) else None
         if prompt is None or prompt.short_ids != ids or _keys(prompt) != record["images"]:
             raise ValueError(
-                f"rollout.replay: row {index} ({record['source']}) has other tokens or images than "
-                "when it was recorded: use the data files, the model folder and the data keys of "
+                f"rollout.replay: {record['source']} has other tokens or images than when it was "
+                "recorded: use the data files, the model folder and the data keys of "
                 "the recorded run"
             )
         start = prompt

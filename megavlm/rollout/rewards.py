@@ -18,7 +18,7 @@ def reward_parts(config: Config) -> list[Part]:
     reward = config.reward
     if reward.parts:
         return [
-            Part(label, part.name, part.weight, part.options)
+            Part(label, part.name, part.weight, part.options, f"reward.parts.{label}.options")
             for label, part in reward.parts.items()
         ]
     name = reward.name or find_environment(config.environment.name).reward
@@ -40,10 +40,11 @@ def make_reward_manager(config: Config) -> RewardManager:
     # long as the manager.
     resources = ExitStack()
     folder = str(resources.enter_context(temporary_folder("megavlm_rewards_")))
-    parts = [
-        replace(part, options=registry.prepare_options(part.name, part.options, folder))
-        for part in reward_parts(config)
-    ]
+    parts = []
+    for part in reward_parts(config):
+        with registry.naming(part.key):
+            options = registry.prepare_options(part.name, part.options, folder)
+        parts.append(replace(part, options=options))
     reward_manager = RewardManager(parts, config.reward, resources)
     weakref.finalize(reward_manager, resources.close)
     try:

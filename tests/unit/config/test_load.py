@@ -11,8 +11,11 @@ from megavlm.config.algorithm import GRPO, SFT
 from megavlm.config.dump import changes, code_of, to_yaml, write
 from megavlm.config.load import load
 from megavlm.config.optimizer import Optimizer
+from megavlm.config.recipe import naming_files
 from megavlm.config.run import RunConfig
 from megavlm.config.schema import Config
+from megavlm.environments.registry import load_environment
+from megavlm.rollout.rewards import make_reward_manager
 
 REQUIRED = "run: {dir: runs/x}\nmodel: {folder: m}\n"
 
@@ -78,6 +81,32 @@ def test_an_error_names_the_base_that_sets_a_key(tmp_path: Path) -> None:
         load(path)
     with pytest.raises(ValueError, match=r"one of them$"):
         load(path, ["algorithm.minibatches=3"])
+
+
+def test_an_error_names_the_base_that_sets_an_option(tmp_path: Path) -> None:
+    service = "{name: reward_model, options: {url: 'http://127.0.0.1:1/v1', modl: m}}"
+    given = f"reward: {{parts: {{helpful: {service}}}}}\n"
+    given += "environment: {name: zoom, options: {box: 1}}\n"
+    low = recipe(tmp_path, REQUIRED + given, "low.yaml")
+    path = recipe(
+        tmp_path,
+        "base: low.yaml\nreward: {parts: {helpful: {options: {scale: 5}}}}\n"
+        "environment: {options: {min_tokens: 4}}",
+    )
+    config = load(path)
+    for key, check in (
+        ("reward.parts.helpful.options.modl", lambda: make_reward_manager(config)),
+        (
+            "environment.options.box",
+            lambda: load_environment(config.environment.name, config.environment.options),
+        ),
+    ):
+        note = rf"{key}: .* \({key} is set in {re.escape(os.path.relpath(low))}\)$"
+        with pytest.raises(ValueError, match=note), naming_files(path):
+            check()
+        with pytest.raises(ValueError, match=key) as error, naming_files(path, [f"{key}=2"]):
+            check()
+        assert "is set in" not in str(error.value)
 
 
 def test_lists_are_replaced(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_a_part_that_is_not_understood_is_refused(
     tmp_path: Path, parts: list[Any], message: str
 ) -> None:
     (tmp_path / "a.png").write_bytes(PNG)
-    with pytest.raises(ValueError, match=rf"x\.jsonl:0: .*{message}"):
+    with pytest.raises(ValueError, match=rf"x\.jsonl:1: .*{message}"):
         chat_rows(tmp_path / "x.jsonl", user(*parts, {"type": "text", "text": "Why?"}))
 
 
@@ -307,7 +307,7 @@ def test_a_system_column_beside_another_system_message_is_refused(tmp_path: Path
     chat, path = [{"from": name, "value": text} for name, text in turns], tmp_path / "x.jsonl"
     (row,) = chat_rows(path, *chat, system="Be brief.\n")
     assert [message.text for message in row.messages] == ["Be brief.", "What?"]
-    with pytest.raises(ValueError, match=r"l:0: .* the column 'system' has another \('Be long"):
+    with pytest.raises(ValueError, match=r"l:1: .* the column 'system' has another \('Be long"):
         chat_rows(path, *chat, system="Be long.")
 
 
@@ -349,12 +349,12 @@ def test_calls_of_parquet_have_no_keys_of_other_calls(tmp_path: Path) -> None:
 
 def test_an_answer_of_weight_0_is_refused(tmp_path: Path) -> None:
     answer = {"role": "assistant", "content": "x", "weight": 0}
-    with pytest.raises(ValueError, match=r":0: the last message .* its weight is 0: leave it out"):
+    with pytest.raises(ValueError, match=r":1: the last message .* its weight is 0: leave it out"):
         chat_rows(tmp_path / "x.jsonl", user("?"), answer)
 
 
 def test_an_answer_with_an_image_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(PNG)
     answer = {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}
-    with pytest.raises(ValueError, match=r":0: message 1 is the answer, but it has an image"):
+    with pytest.raises(ValueError, match=r":1: message 1 is the answer, but it has an image"):
         chat_rows(tmp_path / "x.jsonl", user("?"), answer)

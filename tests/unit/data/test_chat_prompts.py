@@ -23,7 +23,7 @@ def row(*messages: tuple[str, str], images: int = 0) -> Row:
     chat = tuple(Message(role, text) for role, text in messages)
     data = tuple(image((90 + 30 * seed, 60), seed=seed) for seed in range(images))
     last = next(text for role, text in reversed(messages) if role == "user")
-    return Row(0, last, "", data, "", "chat.jsonl:0", messages=chat)
+    return Row(0, last, "", data, "", "chat.jsonl:1", messages=chat)
 
 
 def theirs(folder: Path, row: Row) -> Any:
@@ -93,5 +93,5 @@ def test_messages_that_the_template_refuses_are_one_sentence(
     processor = our_processor(folder_of("qwen3_5"))
     template = resources.files("trl").joinpath("chat_templates", "qwen3_5_think.jinja").read_text()
     monkeypatch.setattr(processor.chat_template, "_template", template)
-    with pytest.raises(ValueError, match=r"chat\.jsonl:0: .* refuses the messages \("):
+    with pytest.raises(ValueError, match=r"chat\.jsonl:1: .* refuses the messages \("):
         processor.prompt(row(("user", "What?"), ("system", "Be brief."), ("user", "What?")))

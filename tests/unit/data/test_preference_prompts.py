@@ -99,7 +99,7 @@ def test_a_pair_is_compared_by_its_tokens(
         ("red", said([{"type": "text", "text": "red"}])),
         ("<think>\nhm\n</think>\n\nred", thought),
     ):
-        with pytest.raises(ValueError, match=r"pairs\.jsonl:0: .* are the same tokens; leave"):
+        with pytest.raises(ValueError, match=r"pairs\.jsonl:1: .* are the same tokens; leave"):
             processor.pair_ids(read({**TEXTS, "chosen": chosen, "rejected": rejected}))
     processor.pair_ids(read({**TEXTS, "chosen": "red", "rejected": thought}))
 
@@ -167,7 +167,7 @@ def test_rows_that_are_no_pair(
 ) -> None:
     with pytest.raises(ValueError) as error:
         processor.preference_prompt(read(record, **keys))
-    assert message in str(error.value) and "pairs.jsonl:0: " in str(error.value)
+    assert message in str(error.value) and "pairs.jsonl:1: " in str(error.value)
 
 
 def test_a_pair_that_no_pack_holds_is_too_long(read: Read, processor: Processor) -> None:

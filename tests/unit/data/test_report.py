@@ -129,7 +129,7 @@ def test_a_recipe_s_report(
     files = f"data.test_files=[{tmp_path / 'x.jsonl'}]"
     html = data_report(load(write_recipe(), [folder, files]), Progress(is_quiet=True)).read_text()
     assert "Training data" in html and "Test data" in html
-    assert "x.jsonl:1: the line is not JSON" in html
+    assert "x.jsonl:2: the line is not JSON" in html
 
 
 @pytest.mark.parametrize(

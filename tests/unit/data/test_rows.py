@@ -189,7 +189,7 @@ def test_a_key_beside_a_file_that_is_not_read_is_refused(tmp_path: Path, key: st
         changed[key] = None
         assert rows(name, item)
         changed[key] = 0
-        with pytest.raises(ValueError, match=rf"l:0: column '{name}': {is_named} has the key"):
+        with pytest.raises(ValueError, match=rf"l:1: column '{name}': {is_named} has the key"):
             rows(name, item)
         del changed[key]
     with pytest.raises(ValueError, match="a video has the key 'nframes'"):

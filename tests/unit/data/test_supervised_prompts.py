@@ -81,7 +81,7 @@ def row_of(chat: list[dict[str, Any]], tools: object = None) -> Row:
     *before, response = read.messages
     asked = next(message.text for message in reversed(before) if message.role == "user")
     return Row(
-        0, asked, response.text, images, "", "x.jsonl:0",
+        0, asked, response.text, images, "", "x.jsonl:1",
         messages=tuple(before), response=response, tools=read_tools(tools),
     )  # fmt: skip
 
@@ -185,9 +185,9 @@ def test_thoughts_are_learnt_where_the_template_has_them(make: Make) -> None:
         exchange("?", "So.</think>A."),
     ):
         assert learnt(think, row_of(chat)) == ["So.\n</think>\n\nA."]
-        with pytest.raises(ValueError, match=r"x\.jsonl:0: the chat template begins a response by"):
+        with pytest.raises(ValueError, match=r"x\.jsonl:1: the chat template begins a response by"):
             nothink.supervised_prompt(row_of(chat))
-    with pytest.raises(ValueError, match=r"x\.jsonl:0: the chat has reasoning_content, which"):
+    with pytest.raises(ValueError, match=r"x\.jsonl:1: the chat has reasoning_content, which"):
         make("qwen3_vl").supervised_prompt(row_of(key))
 
 
@@ -206,7 +206,7 @@ def test_a_thought_in_the_text_is_learnt_once(make: Make, name: str) -> None:
     assert text.count("hm") == (name == "qwen3_8"), "the others drop earlier thoughts"
     assert text.count("<think>") == 1 + text.count("hm")
     both = {"role": "assistant", "content": said, "reasoning_content": "hm"}
-    with pytest.raises(ValueError, match=r"x\.jsonl:0: the assistant's message .* thought twice"):
+    with pytest.raises(ValueError, match=r"x\.jsonl:1: the assistant's message .* thought twice"):
         processor.supervised_prompt(row_of([*exchange("?"), both]))
 
 
@@ -221,7 +221,7 @@ def test_a_template_that_adds_a_thought_to_one_is_refused(
     monkeypatch.setattr(processor.chat_template, "_template", template)
     monkeypatch.setattr(processor.chat_template, "_reads_thoughts", False)
     assert learnt(processor, row_of(exchange("?", "red"))) == [f"{NO_THOUGHT}red"]
-    with pytest.raises(ValueError, match=r"x\.jsonl:0: .* writes a thought of its own"):
+    with pytest.raises(ValueError, match=r"x\.jsonl:1: .* writes a thought of its own"):
         processor.supervised_prompt(row_of(exchange("?", "<think>hm</think>red")))
 
 
@@ -231,7 +231,7 @@ MIDDLE = [*exchange("?", "!"), {"role": "system", "content": "Answer in capitals
 def test_a_text_that_the_template_leaves_out_is_refused(make: Make) -> None:
     """As data, as an observation, and as the first prompt or a later turn of an agent."""
     row = row_of([*MIDDLE, *exchange("?", "A")])
-    lost = r"x\.jsonl:0: .* leaves out or changes the system message 'Answer in capitals\.'"
+    lost = r"x\.jsonl:1: .* leaves out or changes the system message 'Answer in capitals\.'"
     processor = make("qwen3_vl")
     for use in (processor.prompt, processor.num_tokens, processor.supervised_prompt):
         with pytest.raises(ValueError, match=lost):
@@ -279,11 +279,11 @@ def test_what_a_template_refuses_is_named(make: Make) -> None:
     processor = make("qwen3_5_think")
     chat = [*exchange("?", "!", "?"), {"role": "system", "content": "s"}, *exchange("?", "!")]
     with pytest.raises(
-        ValueError, match=r"x\.jsonl:0: .* refuses the messages \(System message mus"
+        ValueError, match=r"x\.jsonl:1: .* refuses the messages \(System message mus"
     ):
         processor.supervised_prompt(row_of(chat))
     shown = [*exchange("?"), {"role": "assistant", "content": [{"type": "image"}]}]
-    with pytest.raises(ValueError, match=r"x\.jsonl:0: the chat template shows 0 of 1 images"):
+    with pytest.raises(ValueError, match=r"x\.jsonl:1: the chat template shows 0 of 1 images"):
         make("qwen3_vl").supervised_prompt(row_of([*shown, *exchange("?", "!")]))
 
 
@@ -298,16 +298,16 @@ def test_control_tokens_are_refused_when_a_row_is_read(make: Make, token: str) -
     for row, where in (
         (Row(0, text, "a", (), "", "x:0"), "x:0: 'chat'"),
         (Row(0, "?", text, (), "", "x:0"), "x:0: 'chat'"),
-        (row_of([{"role": "system", "content": text}, *exchange("?", "!")]), "x.jsonl:0: 'chat'"),
-        (row_of(exchange("?", text, "?", "!")), "x.jsonl:0: 'chat'"),
-        (row_of(exchange("?", text)), "x.jsonl:0: 'chat'"),
+        (row_of([{"role": "system", "content": text}, *exchange("?", "!")]), "x.jsonl:1: 'chat'"),
+        (row_of(exchange("?", text, "?", "!")), "x.jsonl:1: 'chat'"),
+        (row_of(exchange("?", text)), "x.jsonl:1: 'chat'"),
         (
             row_of([*exchange("?"), {"role": "assistant", "content": "", "tool_calls": [call]}]),
-            "x.jsonl:0: 'chat' or 'tools'",
+            "x.jsonl:1: 'chat' or 'tools'",
         ),
         (
             row_of(exchange("?", "!"), [{"name": "zoom", "description": text}]),
-            "x.jsonl:0: 'chat' or 'tools'",
+            "x.jsonl:1: 'chat' or 'tools'",
         ),
     ):
         for use in (processor.prompt, processor.num_tokens, processor.supervised_prompt):

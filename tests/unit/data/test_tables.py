@@ -43,7 +43,8 @@ def test_jsonl_with_missing_keys_and_empty_lines(tmp_path: Path) -> None:
     path.write_text('{"problem": "a", "answer": 1}\n\n{"problem": "b\u2028c", "answer": "2"}')
     first, second = read_rows([str(path)])
     assert (first.problem, first.answer, first.images, first.category) == ("a", "1", (), "")
-    assert second.problem == "b\u2028c" and second.source == f"{path}:1"
+    assert second.problem == "b\u2028c"
+    assert [first.source, second.source] == [f"{path}:1", f"{path}:3"]  # lines, as editors count
 
 
 def test_jsonl_s_escapes_and_byte_order_mark(tmp_path: Path) -> None:
@@ -56,13 +57,13 @@ def test_jsonl_s_escapes_and_byte_order_mark(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"x\.jsonl:1: the line is not JSON"),
-        ("[1]", r"x\.jsonl:1: the line is not a JSON object"),
-        ('{"problem": "q"}', r"x\.jsonl:1: 'answer' is None; it must be text"),
-        ('{"problem": "q", "answer": NaN}', r"x\.jsonl:1: 'answer' is None; it must be text"),
-        ('{"problem": NaN, "answer": "a"}', r"x\.jsonl:1: 'problem' is None; it must be text"),
-        ('{"problem": "\udce9"}', r"x\.jsonl:1: the line is not JSON .*can't decode byte 0xe9"),
-        ('{"problem": "\udced\udca0\udc80"}', r"x\.jsonl:1: the line is not JSON .*decode"),
+        ("{", r"x\.jsonl:2: the line is not JSON"),
+        ("[1]", r"x\.jsonl:2: the line is not a JSON object"),
+        ('{"problem": "q"}', r"x\.jsonl:2: 'answer' is None; it must be text"),
+        ('{"problem": "q", "answer": NaN}', r"x\.jsonl:2: 'answer' is None; it must be text"),
+        ('{"problem": NaN, "answer": "a"}', r"x\.jsonl:2: 'problem' is None; it must be text"),
+        ('{"problem": "\udce9"}', r"x\.jsonl:2: the line is not JSON .*can't decode byte 0xe9"),
+        ('{"problem": "\udced\udca0\udc80"}', r"x\.jsonl:2: the line is not JSON .*decode"),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
@@ -82,6 +83,20 @@ def test_jsonl_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.Monkey
     assert rows[-1].answer == "9"
     monkeypatch.setattr(tables, "BLOCK_BYTES", 1)
     assert Rows([file], Data()).block_rows == [1] * 10
+
+
+@pytest.mark.parametrize("size", [1, 3, 256])
+def test_jsonl_rows_are_named_by_their_line_in_any_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(tables, "BLOCK_LINES", size)
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n" + "".join(f'{{"problem": "{i}"}}\r\n' + "\n" * (i % 3) for i in range(9)))
+    lines = path.read_text().splitlines()
+    rows = Rows([str(path)], Data(answer_key=None))
+    for row in reversed(rows):
+        number = int(row.source.removeprefix(f"{path}:"))
+        assert lines[number - 1] == f'{{"problem": "{row.problem}"}}'
 
 
 def test_csv(tmp_path: Path) -> None:
@@ -272,7 +287,7 @@ def test_any_fsspec_url_with_images_beside_it() -> None:
     try:
         rows = Rows(["memory://set/train-*.jsonl"], Data())
         assert len(rows) == 2 and rows[0].images == (png(),)
-        assert rows[0].source.startswith("memory://") and rows[0].source.endswith("train-0.jsonl:0")
+        assert rows[0].source.startswith("memory://") and rows[0].source.endswith("train-0.jsonl:1")
         assert rows[0].dataset == "set/train-*"
         with pytest.raises(ValueError, match="leaves the data file's folder"):
             _ = rows[1]
@@ -398,7 +413,8 @@ def test_a_json_list_is_read_block_by_block(
 def test_a_json_file_may_have_an_object_on_each_line(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"problem": "a", "answer": 1}\n{"problem": "b", "answer": 2}\n')
-    assert [row.answer for row in read_rows([str(path)])] == ["1", "2"]
+    rows = read_rows([str(path)])
+    assert [(row.answer, row.source) for row in rows] == [("1", f"{path}:1"), ("2", f"{path}:2")]
     path.write_text('{"problem": "a", "answer": 1}')
     assert [row.answer for row in read_rows([str(path)])] == ["1"]
     path.write_text("[]")

@@ -73,9 +73,13 @@ def test_a_stage_changes_weights_and_tolerance() -> None:
 
 
 def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(ValueError, match="no option 'factr'; its options are: factor"):
-        score([Part("size", "user_rewards:length", options={"factr": 1})], "red")
-    with pytest.raises(ValueError, match="no component 'town'"):
+    unknown = (
+        r"reward\.parts\.size\.options\.factr: user_rewards:length takes no such option; .*factor"
+    )
+    key = "reward.parts.size.options"
+    with pytest.raises(ValueError, match=unknown):
+        score([Part("size", "user_rewards:length", options={"factr": 1}, key=key)], "red")
+    with pytest.raises(ValueError, match=r"reward\.options: .* no component 'town'"):
         score([Part("place", "geospot", options={"weights": {"town": 1.0}})], "red")
 
 

@@ -274,7 +274,7 @@ def test_extra_columns_can_be_sent_to_the_reward(write_recipe: WriteRecipe, tmp_
     overrides = [files, "data.image_keys=[]", "data.extra_keys=[sizes]"]
     check_rows(write_recipe(), *overrides)
     said = refused(write_recipe(), *overrides, "reward.name=http://127.0.0.1:1/", by=check_rows)
-    assert "rows.jsonl:0: sizes: a value cannot be sent: Out of range float" in said
+    assert "rows.jsonl:1: sizes: a value cannot be sent: Out of range float" in said
     assert "take it out of data.extra_keys" in said
 
 
