@@ -7,6 +7,7 @@ square has the same mean, whatever its colour.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from io import BytesIO
 from typing import Any
 
@@ -88,6 +89,7 @@ def _lessons(
         yield {"images": files, "problem": problem, "answer": answer, "task": "lesson"}
 
 
+@cache
 def _woven(colour: str) -> Image.Image:
     opposite = [255 - value for value in COLOURS[colour]]
     is_opposite = (np.indices((PATCH, PATCH)) // 2).sum(0) % 2 == 1

@@ -5,7 +5,9 @@ arguments.
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from types import MethodType
 from typing import Any, cast
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
@@ -92,7 +94,23 @@ def tool(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def marked_tools(environment: object) -> list[Tool]:
     """Return the tools of an environment's class, bound to this environment."""
-    return [Tool.of(getattr(environment, name)) for name in marked_names(type(environment))]
+    methods = [getattr(environment, name) for name in marked_names(type(environment))]
+    return [
+        _method_tool(m.__func__, m.__self__) if inspect.ismethod(m) else Tool.of(m) for m in methods
+    ]
+
+
+def _method_tool(function: Callable[..., Any], owner: object) -> Tool:
+    of_class = _class_tool(function)
+    return replace(of_class, function=MethodType(of_class.function, owner))
+
+
+@cache
+def _class_tool(function: Callable[..., Any]) -> Tool:
+    """Return the tool of a method, whose function also takes the object. Pydantic needs more than a
+    millisecond for it, which would be longer than most episodes' own work.
+    """
+    return replace(Tool.of(MethodType(function, object())), function=validate_call(function))
 
 
 def marked_names(environment: type) -> list[str]:

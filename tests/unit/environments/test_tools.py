@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from enum import Enum
 from typing import Annotated, Any, Literal
@@ -436,6 +436,21 @@ def test_an_episode_calls_tools_until_it_answers() -> None:
     assert turn.info["counts"] == {"tool_calls": 5, "tool_errors": 3}
     done = step(environment, "a car")
     assert (done.done, done.reward) == (True, 1.0)
+
+
+def test_environments_of_a_class_share_their_tools_but_not_themselves() -> None:
+    """Pydantic needs a millisecond for a tool, which thousands of episodes would pay."""
+    first, second = looking()[0], looking()[0]
+    second.row = replace(ROW, answer="a bus")
+    for one, other in zip(first.tools, second.tools, strict=True):
+        assert one.schema is other.schema
+    said = [
+        asyncio.run(environment.tools[1].call({"question": "it"}, 9.0))
+        for environment in (first, second)
+    ]
+    assert said == ["a car for it", "a bus for it"]
+    with pytest.raises(ToolError, match="ask: "):
+        asyncio.run(first.tools[1].call({"question": "it", "self": second}, 9.0))
 
 
 async def waiting(seconds: float) -> str:
