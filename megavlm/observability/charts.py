@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import floor, isfinite, log10
 from typing import TypeGuard
 
-from megavlm.observability.text import number, percent
+from megavlm.observability.text import percent
 
 WIDTH, HEIGHT = 360, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 10, 26
@@ -76,7 +76,11 @@ def draw_chart(
     def label(value: float) -> str:
         if is_share:
             return percent(value, 0 if ticks[1] - ticks[0] >= 0.01 else 1)
-        return f"{value:.4g}" if 1e-3 <= abs(value) < 1e4 else number(value)
+        size = abs(value)
+        if size and not 1e-3 <= size < 1e6:
+            mantissa, exponent = f"{value:.3e}".split("e")
+            return f"{float(mantissa):g}e{int(exponent)}"
+        return f"{value:.4g}" if size < 1e4 else f"{value / 1e3:.4g}k"
 
     def drawn(line: Line) -> DrawnLine:
         marked = line.points if line.has_markers or len(line.points) == 1 else []

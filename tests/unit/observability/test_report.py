@@ -141,12 +141,17 @@ def test_images_of_results_are_at_their_places_in_the_text(tmp_path: Path) -> No
     assert parts == ["first", "<img", "second", "<img", "it says &lt;image&gt;"]
 
 
-def test_a_prompt_has_a_label_where_an_image_stands(tmp_path: Path) -> None:
+def test_a_prompt_has_a_label_where_an_image_or_a_video_stands(tmp_path: Path) -> None:
     asked = group("Is <image> like <image>?", images=[image("a"), image("b")])
-    page = report(tmp_path, [asked, group("What is <image>?", "colour")], steps=1)
+    moved = group("<video>What moved?", images=[image("c")])
+    page = report(tmp_path, [asked, moved, group("What is <image>?", "colour")], steps=1)
     prompts = re.findall(r'<div class="prompt">(.*?)</div>', page.html)
     label = "<small>image</small>"
-    assert prompts == [f"Is {label} like {label}?", "What is &lt;image&gt;?"]
+    assert prompts == [
+        f"Is {label} like {label}?",
+        "What is &lt;image&gt;?",
+        "<small>video</small>What moved?",
+    ]
 
 
 def test_a_legend_names_what_was_measured_only(tmp_path: Path) -> None:
@@ -198,6 +203,21 @@ def test_a_chart_of_any_range_stays_inside(values: list[float]) -> None:
 
 def test_a_chart_without_values_is_left_out() -> None:
     assert draw_chart("x", [Line("a", "c1", [(1, None)])]) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ([0.0, 1.7e-5], ["0", "5e-6", "1e-5", "1.5e-5", "2e-5"]),
+        ([10200.0, 11900.0], ["10k", "10.5k", "11k", "11.5k", "12k"]),
+        ([-0.5, 0.13], ["-0.6", "-0.4", "-0.2", "0", "0.2"]),
+        ([0.0, 2e6], ["0", "500k", "1e6", "1.5e6", "2e6"]),
+    ],
+)
+def test_each_label_of_an_axis_is_its_value(values: list[float], labels: list[str]) -> None:
+    chart = draw_chart("x", [Line("a", "c1", list(enumerate(values, 1)))])
+    assert chart is not None
+    assert [label for _, label in chart.y_ticks] == labels
 
 
 def test_a_chart_shows_its_values_on_hover() -> None:
