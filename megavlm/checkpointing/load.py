@@ -178,13 +178,7 @@ def _check_tensors(tensors: Sequence[Any], reader: StepReader, path: Path, *, tr
     """
     for value in tensors:
         for part in _parts(value):
-            if part.key not in reader.tensors:
-                raise ValueError(f"{path} has no tensor {part.key}, which the model needs.")
-            if reader.shape(part.key) != tuple(part.global_shape):
-                raise ValueError(
-                    f"{part.key} in {path} has shape {reader.shape(part.key)}; "
-                    f"the model's has {tuple(part.global_shape)}."
-                )
+            reader.check(part.key, tuple(part.global_shape))
             if trains and value.data.requires_grad and _moment(part.key) not in reader.tensors:
                 raise ValueError(
                     f"{path} has no optimizer state of {part.key}, which the run that saved it did "

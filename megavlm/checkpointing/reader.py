@@ -101,6 +101,17 @@ class StepReader:
     def shape(self, key: str) -> Shape:
         return tuple(self.tensors[key].size)
 
+    def check(self, key: str, shape: Shape) -> None:
+        """Raise ValueError if the step does not hold a tensor of the model in its shape."""
+        fix = "name a folder and a checkpoint of one model, or another run.dir"
+        if key not in self.tensors:
+            raise ValueError(f"{self.folder} has no tensor {key}, which the model needs: {fix}")
+        if self.shape(key) != shape:
+            raise ValueError(
+                f"{key} in {self.folder} has shape {self.shape(key)}, but the model's has {shape}: "
+                f"{fix}"
+            )
+
     def dtype(self, key: str) -> torch.dtype:
         return self.tensors[key].properties.dtype
 

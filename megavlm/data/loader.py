@@ -139,18 +139,7 @@ class PromptStream:
 
         Raises ValueError if the data, the weights or the seed differ from the state's.
         """
-        if state["fingerprint"] != self._data():
-            raise ValueError(
-                "data.train_files: the checkpoint was made with other data, other columns or files "
-                "in another order; use its data, or start with run.resume=never"
-            )
-        for key, mine in (("seed", self._seed), ("weights", list(self._weights))):
-            if state[key] != mine:
-                name = {"seed": "run.seed", "weights": "data.train_weights"}[key]
-                raise ValueError(
-                    f"{name}: {mine}, but the checkpoint was made with {state[key]}; use that, or "
-                    "start with run.resume=never"
-                )
+        check_state(state, self._data(), self._seed, self._weights)
         self.close()
         self._go_to({"drawn": list(state["drawn"])})
         self.skipped = Counter(state["skipped"])
@@ -219,6 +208,28 @@ class PromptStream:
             self._finalizer = weakref.finalize(self, batches._shutdown_workers)
         self._batches = batches
         return batches
+
+
+def check_state(
+    state: Mapping[str, Any], fingerprint: str, seed: int, weights: Sequence[float]
+) -> None:
+    """Raise ValueError if a run cannot continue from the state of a stream, because its data, its
+    seed or the weights of its data sets are others. fingerprint: That of its rows.
+    """
+    if state["fingerprint"] != fingerprint:
+        raise ValueError(
+            "data.train_files: the checkpoint was made with other data, other columns or files "
+            "in another order; use its data, or start with run.resume=never"
+        )
+    for key, name, mine in (
+        ("seed", "run.seed", seed),
+        ("weights", "data.train_weights", list(weights)),
+    ):
+        if state[key] != mine:
+            raise ValueError(
+                f"{name}: {mine}, but the checkpoint was made with {state[key]}; use that, or "
+                "start with run.resume=never"
+            )
 
 
 @dataclass(frozen=True)

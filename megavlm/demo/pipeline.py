@@ -79,9 +79,15 @@ class DemoOptions:
                 f"choose one of {', '.join(known)}"
             )
         if self.data is not None and algorithm != ALGORITHM:
+            keys = [
+                f"recipes/{folder}/{algorithm}.yaml"
+                for folder in ("algorithms", "environments")
+                if (RECIPES.parent / folder / f"{algorithm}.yaml").is_file()
+            ]
             raise ValueError(
-                f"--algorithm {algorithm} is for drawn images: with --data give the keys of "
-                f"recipes/algorithms/{algorithm}.yaml as overrides"
+                f"--algorithm {algorithm} (ALGORITHM or ENV of make demo) is for drawn images: "
+                "with --data leave it out"
+                + "".join(f", or give the keys of {name} as overrides" for name in keys)
             )
         if self.family not in FAMILIES:
             raise ValueError(

@@ -62,7 +62,8 @@ def step_to_resume(config: Config) -> Path | None:
 
 def check_resume(config: Config, path: Path, model_type: str, start: Path | None) -> None:
     """Raise ValueError if the configuration cannot continue from the step in `path`. Not covered:
-    the shapes of tensors and the data, which a run compares when it loads them.
+    the shapes of tensors and the data, which a run compares when it loads them, and a dry run
+    beside this check.
 
     start: The step in model.checkpoint, None without that key.
     """

@@ -5,22 +5,29 @@ A run makes the further checks as it goes. They need seconds of imports, so only
 them in advance.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megavlm.checkpointing.folder import experts_form, locate_step
+from megavlm.checkpointing.folder import EXTRA_STATE, experts_form, locate_step
 from megavlm.config.algorithm import DPO, SFT
 from megavlm.config.dump import to_yaml
 from megavlm.config.schema import Config
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from megavlm.data.files import expand
+from megavlm.data.loader import check_state
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Rows
 from megavlm.data.summary import evenly
+from megavlm.environments.curriculum import Curriculum
 from megavlm.families import family_of
 from megavlm.parallel import platform
 from megavlm.run.checks import preflight
+
+if TYPE_CHECKING:
+    from megavlm.models.common.mapping import Entry
 
 PROMPTS = 500  # evenly spread rows of a data set that are made into prompts
 FETCHED = 3  # rows of a data set whose images at URLs are fetched
@@ -99,11 +106,9 @@ def check_tensors(config: Config) -> str:
     """
     # Imported late: they import megatron-core, which the platform must precede.
     from checkpoint_tools.hf_config import read_config
-    from megavlm.checkpointing.reader import StepReader
     from megavlm.families import family
     from megavlm.models.common.hf_source import HFFolder
     from megavlm.models.common.loading import HUB, HubTensors
-    from megavlm.models.common.mapping import by_key
 
     folder, checkpoint = Path(config.model.folder), config.model.checkpoint
     hf_config = read_config(folder)
@@ -116,20 +121,18 @@ def check_tensors(config: Config) -> str:
     if checkpoint is None:
         return done
     step = locate_step(Path(checkpoint), None)
+    check_shapes(step, entries)
+    return f"{done}, and those of {step}"
+
+
+def check_shapes(step: Path, entries: "Sequence[Entry]") -> None:
+    """Raise ValueError if a step does not hold the tensors of the model in their shapes."""
+    from megavlm.checkpointing.reader import StepReader
+    from megavlm.models.common.mapping import by_key
+
     reader = StepReader(step)
     for key, (entry, *_) in by_key(entries).items():
-        if key not in reader.tensors:
-            raise ValueError(
-                f"model.checkpoint={checkpoint} has no tensor {key}, which the model in "
-                f"model.folder={folder} needs: name a folder and a checkpoint of one model"
-            )
-        if reader.shape(key) != entry.checkpoint_shape:
-            raise ValueError(
-                f"model.checkpoint={checkpoint} holds {key} as {reader.shape(key)}, but the model "
-                f"in model.folder={folder} as {entry.checkpoint_shape}: name a folder and a "
-                "checkpoint of one model"
-            )
-    return f"{done}, and those of {step}"
+        reader.check(key, entry.checkpoint_shape)
 
 
 def check_start(config: Config) -> str | None:
@@ -138,14 +141,21 @@ def check_start(config: Config) -> str | None:
     """
     # Imported late: it imports megatron-core, which the platform must precede.
     from checkpoint_tools.hf_config import read_config
+    from megavlm.families import family
     from megavlm.training.resume import check_resume, step_to_resume
 
     if (step := step_to_resume(config)) is None:
         return None
     source = config.model.checkpoint
     start = None if source is None else locate_step(Path(source), None)
-    check_resume(config, step, read_config(Path(config.model.folder)).model_type, start)
-    return f"the run can resume from {step}, by its keys and its model"
+    hf_config = read_config(Path(config.model.folder))
+    check_resume(config, step, hf_config.model_type, start)
+    check_shapes(step, family(hf_config.model_type).mapping(hf_config))
+    if (state := json.loads((step / EXTRA_STATE).read_text())["driver"]) is not None:
+        Curriculum(config.curriculum).load_state_dict(state["curriculum"])
+        fingerprint = Rows(config.data.train_files, config.data).fingerprint()
+        check_state(state, fingerprint, config.run.seed, config.data.train_weights)
+    return f"the run can resume from {step}, by its keys, its model, its tensors and its data"
 
 
 @dataclass

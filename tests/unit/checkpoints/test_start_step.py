@@ -8,10 +8,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from checkpoint_tools.import_hf import import_hf
 from checkpoint_tools.lora.import_adapters import import_adapters
 from megavlm.checkpointing.adapter_settings import AdapterSettings
 from megavlm.config.load import load
 from megavlm.config.schema import Config
+from megavlm.data.loader import PromptStream
+from megavlm.data.rows import Rows
+from megavlm.environments.curriculum import Curriculum
 from megavlm.families import family
 from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
@@ -19,6 +23,7 @@ from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.run.checks.dry_run import check_start
 from megavlm.training.initial_model import adapter_settings, start_model, starting_step
 from megavlm.training.train_state import TrainState
+from tests.conftest import row, write_rows
 from tests.support.fork import launch
 from tests.unit.checkpoint_tools.lora_models import make_adapters
 from tests.unit.checkpoints.ranks import make_hf
@@ -94,8 +99,15 @@ def resume(recipe: Path, *overrides: str) -> TrainState:
     config = configured(recipe, *overrides)
     mesh = build_mesh(Layout.from_config(config.parallel), seed=0)
     state = TrainState.build(config, mesh, Progress(is_quiet=True), Phases())
-    state.resume()
+    if (of_driver := state.resume()) is not None:
+        stream(config).load_state_dict(of_driver)
     return state
+
+
+def stream(config: Config) -> PromptStream:
+    """The driver's prompts, none of which are made."""
+    rows = Rows(config.data.train_files, config.data)
+    return PromptStream(rows, lambda row: pytest.fail(), config.data, seed=config.run.seed)
 
 
 def refusals(recipe: Path) -> list[tuple[str, str]]:
@@ -104,9 +116,14 @@ def refusals(recipe: Path) -> list[tuple[str, str]]:
     """
     state = resume(recipe)
     state.step = 3
-    state.save(None, {})
+    curriculum = Curriculum(state.config.curriculum)
+    state.save({**stream(state.config).state_dict(), "curriculum": curriculum.state_dict()}, {})
     state.saver.finish()
     folder = Path(state.config.model.folder)
+    rows = write_rows(recipe.parent / "other.parquet", [row(problem="q", images=[])])
+    wide = make_hf(recipe.parent / "wide", num_layers=1, ffn_size=512)
+    import_hf(wide, recipe.parent / "imported")
+    of_wide = (f"model.folder={wide}", f"model.checkpoint={recipe.parent / 'imported'}")
     moved = shutil.copytree(folder, recipe.parent / "moved")
     other = shutil.copytree(folder, recipe.parent / "other")
     (weights,) = other.glob("*.safetensors")
@@ -114,18 +131,21 @@ def refusals(recipe: Path) -> list[tuple[str, str]]:
     tensors[min(tensors)] += 1
     save_file(tensors, weights, metadata={"format": "pt"})
     found = []
-    for override in (
-        "algorithm.steps=2",
-        "lora.alpha=7",
-        "lora.rank=2",
-        "lora.rank=0",
-        f"model.folder={other}",
-        "checkpoint.step=1",
+    for overrides in (
+        ("algorithm.steps=2",),
+        ("lora.alpha=7",),
+        ("lora.rank=2",),
+        ("lora.rank=0",),
+        (f"model.folder={other}",),
+        ("checkpoint.step=1",),
+        ("run.seed=5",),
+        (f"data.train_files=[{rows}]",),
+        of_wide,
     ):
         with pytest.raises(ValueError) as caught:
-            resume(recipe, override)
+            resume(recipe, *overrides)
         with pytest.raises(ValueError) as dry:
-            check_start(configured(recipe, override))
+            check_start(configured(recipe, *overrides))
         found.append((str(caught.value), str(dry.value)))
     for override in ("lora.dropout=0.1", f"model.folder={moved}"):
         assert resume(recipe, override).step == 3
@@ -145,6 +165,9 @@ def test_a_resume_with_keys_that_do_not_go_on_is_refused(recipe: Path) -> None:
             "trained adapters: set lora.rank=4",
             "holds other weights than",
             "no complete checkpoint of step 1",
+            "run.seed: 5, but the checkpoint was made with 0; use that, or start with run.resume",
+            "data.train_files: the checkpoint was made with other data, other columns or",
+            "has shape (512, 128), but the model's has (1024, 128): name a folder and a checkpoint",
         ),
         strict=True,
     ):

@@ -88,7 +88,7 @@ def test_a_folder_that_is_no_earlier_demo_is_left_alone(tmp_path: Path) -> None:
             r"--algorithm zom \(ALGORITHM or ENV of make demo\) has no recipe: did you mean zoom\? "
             "Otherwise choose one of .*cispo, dapo,",
         ),
-        ("ppo", Path("mine"), "--algorithm ppo is for drawn images: with --data give the keys"),
+        ("ppo", Path("mine"), "leave it out, or give the keys of recipes/algorithms/ppo.yaml"),
     ],
 )
 def test_an_algorithm_that_cannot_be_is_one_sentence(
