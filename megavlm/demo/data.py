@@ -16,9 +16,6 @@ from megavlm.data.rows import Row, Rows
 from megavlm.demo.shapes import ROW_SCHEMA, write_dataset
 
 NUM_TRAIN, NUM_TEST = 8000, 800
-# Pictures of weave.py have five lessons each, of which the warm start sees 9,600. They take long to
-# draw.
-NUM_WEAVE = 2000
 CATEGORY = "task"
 CAPTION = IMAGE_PLACEHOLDER + "Describe the image."
 
@@ -49,8 +46,7 @@ class DemoData:
 
 def draw_data(folder: Path, *, seed: int, tasks: Sequence[str] | None = None) -> DemoData:
     """Draw images and questions. tasks: names from shapes.TASKS; None uses the default mix."""
-    num_train = NUM_WEAVE if tasks == ("weave",) else NUM_TRAIN
-    write_dataset(folder, seed=seed, num_train=num_train, num_test=NUM_TEST, tasks=tasks)
+    write_dataset(folder, seed=seed, num_train=NUM_TRAIN, num_test=NUM_TEST, tasks=tasks)
     train, test = folder / "train.parquet", folder / "test.parquet"
     return DemoData(train, test, folder / "warm_start.parquet", CATEGORY)
 
