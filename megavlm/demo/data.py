@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from megavlm.config.data import Data
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
-from megavlm.data.rows import Row, Rows
+from megavlm.data.rows import Rows
 from megavlm.demo.shapes import ROW_SCHEMA, write_dataset
 
 NUM_TRAIN, NUM_TEST = 8000, 800
@@ -32,13 +32,13 @@ class DemoData:
     warm_start: Path
     category_key: str | None
 
-    def rows(self) -> Sequence[Row]:
+    def rows(self) -> Rows:
         """Return all rows on which the tokenizer is trained."""
         files = [str(self.warm_start), str(self.train)]
         return Rows(files, Data(category_key=self.category_key))
 
     def texts(self) -> Iterator[str]:
-        for row in self.rows():
+        for row in self.rows().texts():
             for text in [message.text for message in row.messages] or [row.problem]:
                 yield text.replace(IMAGE_PLACEHOLDER, "").replace(VIDEO_PLACEHOLDER, "")
             yield row.answer
