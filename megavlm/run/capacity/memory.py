@@ -257,26 +257,33 @@ def _layer_values(
     """Return the values per token that autograd keeps in a layer: for attention with the norms, and
     for the MLP.
     """
-    hidden, tensor = architecture["hidden_size"], config.parallel.tensor
-    head = architecture["kv_channels"]
-    query = head * architecture["num_attention_heads"]
+    hidden, parallel = architecture["hidden_size"], config.parallel
+    head, groups = architecture["kv_channels"], architecture["num_query_groups"]
+    tensor, has_norms = parallel.tensor, bool(architecture.get("qk_layernorm"))
+    query = head * architecture["num_attention_heads"] / tensor
     # With more tensor ranks than key-value heads, several ranks hold the same head.
-    key = head * max(architecture["num_query_groups"], tensor)
-    rotated = (1 + bool(architecture.get("qk_layernorm"))) * (query + key)
-    # Kept values: input and output of both norms; cosines and sines, because they differ by token;
-    # the fused projection (values are a view of it); queries and keys after their norms and the
-    # rotation; the output.
-    attention = 4 * hidden / _sequence_ranks(config) + 4 * head
-    attention += (query + 2 * key + rotated + query) / tensor
-    if config.parallel.context > 1:  # keys and values of all tokens instead of this rank's keys
-        attention += (2 * config.parallel.context - 1) * key / tensor
-    # Gate and up projections and their product; without the fused kernel also two intermediates.
-    inner = 3 if config.model.fusions else 5
+    key = head * max(groups, tensor) / tensor
+    # Kept values: input and output of both norms; queries and keys after the rotation, which keeps
+    # nothing of before; the output.
+    attention = 4 * hidden / _sequence_ranks(config) + (query + key) + query
+    if parallel.context > 1:  # keys and values of all tokens
+        attention += 2 * parallel.context * key
+    if parallel.context == 1 or has_norms:
+        # The fused projection, of which values and the norms' inputs are views. Ranks that share a
+        # head gather it.
+        attention += query * tensor + 2 * head * groups if tensor > groups else query + 2 * key
+    if has_norms and tensor < groups:
+        attention += query  # heads of several groups are copied for their norm
+    # Gate and up projections and their product; without the fused kernel also two intermediates,
+    # and in an expert the product before it is scaled by the expert's probability.
     if not has_experts:
+        inner = 3 if config.model.fusions else 5
         return attention, inner * architecture["ffn_hidden_size"] / tensor
-    expert = inner * architecture["moe_ffn_hidden_size"] / config.parallel.expert_tensor
-    routed = architecture["moe_router_topk"] * EXPERT_IMBALANCE / _sequence_ranks(config)
-    return attention, routed * config.parallel.expert_tensor * (hidden + expert)
+    inner = 3 if config.model.fusions else 6
+    expert = inner * architecture["moe_ffn_hidden_size"] / parallel.expert_tensor
+    imbalance = EXPERT_IMBALANCE if parallel.expert > 1 else 1
+    routed = architecture["moe_router_topk"] * imbalance / _sequence_ranks(config)
+    return attention, routed * parallel.expert_tensor * (hidden + expert)
 
 
 def _sequence_ranks(config: Config) -> int:
