@@ -21,6 +21,7 @@ from megavlm.families import family as family_of
 from megavlm.inference import protocol, requests
 from megavlm.inference.protocol import Sampling
 from megavlm.models.common.config import ModelOptions
+from megavlm.parallel import platform
 from megavlm.run.checks.preflight import check_server_args
 from tests.benchmarks.results import replace_part
 from tests.gpu import figures, grpo, linear_attention, model, page, parity, shapes, stage
@@ -191,6 +192,14 @@ def is_running(pid: int) -> bool:
     """Return True for a process that is neither gone nor a zombie."""
     path = Path(f"/proc/{pid}/stat")
     return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_parity_leaves_out_a_kernel_that_refuses_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "has_gpu", lambda: True)
+    for reason, rules in ((None, {"torch", "fla"}), ("Triton 3.6.0", {"torch"})):
+        monkeypatch.setattr(parity, "backward_refusal", lambda reason=reason: reason)
+        found = [*parity.variants(has_rule=True, engine=False)]
+        assert {variant.rule for variant in found} == rules
 
 
 @pytest.mark.parametrize("family", shapes.FAMILIES)

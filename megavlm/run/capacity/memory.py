@@ -2,9 +2,10 @@
 
 Parameters are exact (`models.sizes`). Activations are the tensors that autograd keeps of a layer
 (the method of arXiv 2205.05198, for grouped queries and gated MLPs without dropout), for the
-longest pack. With megatron-core's own layers, without fusions, the sum is within 0.5 % of what one
-H200 allocated (docs/estimates.md). Not covered: activations of a trained tower and of a separate
-critic.
+longest pack: within 3 % of what it keeps on a CPU. With megatron-core's own layers, without
+fusions, the sum is within 0.5 % of what one H200 allocated (docs/estimates.md). Not covered:
+activations of a trained tower and of a separate critic, and what Qwen3.5's linear attention and
+output gates keep beyond plain attention.
 """
 
 from collections.abc import Iterable, Iterator

@@ -2,7 +2,8 @@
 would make a recipe fit.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from transformers import AutoConfig
@@ -11,7 +12,8 @@ from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
 from megavlm.families import family
 from megavlm.models.cost import LANGUAGE_SHARE
-from megavlm.run.capacity.memory import GB, GPU, OVERHEAD, RunMemory
+from megavlm.models.sizes import EqualRanks
+from megavlm.run.capacity.memory import GB, GPU, OVERHEAD, RunMemory, trainer_ranks
 from megavlm.run.capacity.rates import (
     LOW_RATES,
     LOW_SHARE,
@@ -39,14 +41,17 @@ def run_plan(load: Load, world_size: int | None, gpu: float = GPU) -> str:
     config = load()
     hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
     num_ranks = world_size or config.parallel.num_ranks
-    memory = RunMemory.of(config, hf_config, num_ranks, gpu)
+    ranks = [*trainer_ranks(config, hf_config, num_ranks)]
+    memory = RunMemory.of(config, hf_config, num_ranks, gpu, ranks)
     lines = [*_ranks(config, num_ranks), *_memory(memory)]
     if isinstance(config.algorithm, PolicyOptimization):
         models = [step_model(config, hf_config, num_ranks, memory, x) for x in (None, LOW_RATES)]
         lines += ["", *_step(*models)]
     problems = [*memory.problems()]
     lines += [f"Does not fit: {sentence}." for sentence in problems]
-    if problems:
+    if not problems:
+        lines += larger_packs(config, hf_config, num_ranks, gpu, ranks)
+    else:
         found = [*remedies(load, hf_config, num_ranks, gpu)]
         lines.append(
             "Would fit: " + "; ".join(found) + "."
@@ -106,6 +111,35 @@ def remedies(load: Load, hf_config: Any, world_size: int, gpu: float) -> Iterato
             continue  # a layout that the model or the recipe does not support
         if not [*memory.problems()]:
             yield f"{' '.join(overrides)} ({memory.fullest / GB:.0f} GB)"
+
+
+def larger_packs(
+    config: Config, hf_config: Any, world_size: int, gpu: float, ranks: Iterable[EqualRanks]
+) -> list[str]:
+    """Return a sentence with the packs of twice, four times, ... the tokens that fit too; none if
+    twice the tokens do not fit, or if a pack would be more than a data rank's minibatch.
+    """
+    data_ranks = world_size // config.parallel.model_size
+    found, tokens = None, 2 * config.data.pack_tokens
+    while tokens <= _minibatch_tokens(config, data_ranks):
+        other = replace(config, data=replace(config.data, pack_tokens=tokens))
+        memory = RunMemory.of(other, hf_config, world_size, gpu, ranks)
+        if any(memory.problems()):
+            break
+        found = f"data.pack_tokens={tokens} would fit too ({memory.fullest / GB:.0f} GB)"
+        tokens *= 2
+    if found is None:
+        return []
+    return [f"{found}: fewer launches, and fewer prompts that are computed in several packs."]
+
+
+def _minibatch_tokens(config: Config, data_ranks: int) -> float:
+    """Return the tokens of a data rank's minibatch if all prompts and responses are the longest."""
+    algorithm, prompt = config.algorithm, config.data.max_prompt_tokens
+    if not isinstance(algorithm, PolicyOptimization):
+        return algorithm.batch_size / data_ranks * 2 * prompt
+    group = prompt + algorithm.responses_per_prompt * config.rollout.max_new_tokens
+    return algorithm.prompts_per_step / algorithm.minibatches / data_ranks * group
 
 
 def large_module(hf_config: Any) -> str:

@@ -265,7 +265,7 @@ def values_of_cpus(family: str, sizes: dict[str, int]) -> int:
 def test_activations_of_a_layout_are_what_autograd_keeps(
     family: str, layout: Layout, num_kv_heads: int, write_recipe: Any
 ) -> None:
-    """Of two layers more, in fp32, on one rank; with small MLPs, so that attention is most of it."""
+    """Of two layers more, in fp32, on one rank; with small MLPs, as attention is what is cut."""
     sizes, ranks = SIZES | {"ffn_size": 64, "num_kv_heads": num_kv_heads}, layout.model_size
     fewer, more = (
         sum(launch(ranks, kept_bytes, family, layers, "none", (), layout, sizes)) / ranks
