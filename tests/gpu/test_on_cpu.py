@@ -196,6 +196,7 @@ def is_running(pid: int) -> bool:
 
 def test_parity_leaves_out_a_kernel_that_refuses_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "has_gpu", lambda: True)
+    monkeypatch.setattr(platform, "device", lambda: torch.device("cuda"))
     for reason, rules in ((None, {"torch", "fla"}), ("Triton 3.6.0", {"torch"})):
         monkeypatch.setattr(parity, "backward_refusal", lambda reason=reason: reason)
         found = [*parity.variants(has_rule=True, engine=False)]
