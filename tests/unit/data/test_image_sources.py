@@ -98,7 +98,7 @@ def test_several_image_columns_and_a_question_for_all(tmp_path: Path) -> None:
         image_keys=("left", "right"),
     )  # fmt: skip
     assert row.images == (b"a", b"b", b"a") and row.answer == ""
-    with pytest.raises(ValueError, match=r":0: 1 <image> placeholders in 'data\.question' but 3"):
+    with pytest.raises(ValueError, match=r":1: 1 <image> placeholders in 'data\.question' but 3"):
         read_rows(
             files, prompt_key=None, question="<image>", answer_key=None,
             image_keys=("left", "right"),
