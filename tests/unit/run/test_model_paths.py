@@ -100,7 +100,7 @@ def test_rows_that_cannot_be_asked(tmp_path: Path) -> None:
     found, skipped = usable(rows, prompt, Data(bad_samples="skip", long_prompts="skip"), 2)
     assert [row.index for row in found] == [0, 3]
     assert (skipped.bad, skipped.long) == (1, 1)
-    assert skipped.reasons == (f"{path}:1: broken", f"{path}:2: too long")
+    assert skipped.reasons == (f"{path}:2: broken", f"{path}:3: too long")
     assert len(usable(rows, prompt, Data(), None)[0]) == 5
     with pytest.raises(PromptTooLong, match="too long"):
         usable(rows, prompt, Data(bad_samples="skip"), None)

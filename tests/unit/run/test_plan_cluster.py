@@ -20,7 +20,8 @@ THREE = str(RECIPES / "grpo/qwen2_5_vl_3b_geo3k.yaml")
 
 def test_the_choice_and_the_runner_up_are_commands(tmp_path: Path) -> None:
     released_config("Qwen2.5-VL-3B", tmp_path)
-    command = ["plan", THREE, f"model.folder={tmp_path}", "--cluster", "2"]
+    given = (f"model.folder={tmp_path}", "data.pack_tokens=10240")  # 18,432 fit in turns alone
+    command = ["plan", THREE, *given, "--cluster", "2"]
     reply = CliRunner().invoke(app, command)
     assert reply.exit_code == 0, reply.output
     first, choice, choice_start, second, _ = reply.stdout.splitlines()
@@ -28,7 +29,7 @@ def test_the_choice_and_the_runner_up_are_commands(tmp_path: Path) -> None:
     assert second.startswith("Runner-up: 1 train, 1 serve")
     keys = choice_start.split()[3:]
     assert "rollout.colocate=true" in keys
-    config = load(THREE, [f"model.folder={tmp_path}", *keys])
+    config = load(THREE, [*given, *keys])
     hf_config = released_config("Qwen2.5-VL-3B", tmp_path)
     memory = RunMemory.of(config, hf_config, 2)
     assert [*memory.problems()] == []
