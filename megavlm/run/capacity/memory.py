@@ -1,11 +1,9 @@
 """Modelled GPU memory of a recipe, for each pipeline stage and a server.
 
-Parameters are exact (`models.sizes`). Activations are the tensors that autograd keeps of a layer
-(the method of arXiv 2205.05198, for grouped queries and gated MLPs without dropout), for the
-longest pack: within 3 % of what it keeps on a CPU. With megatron-core's own layers, without
-fusions, the sum is within 0.5 % of what one H200 allocated (docs/estimates.md). Not covered:
-activations of a trained tower and of a separate critic, and what Qwen3.5's linear attention and
-output gates keep beyond plain attention.
+Parameters are exact (`models.sizes`), and activations are those of the longest pack
+(`activations`). With megatron-core's own layers, without fusions, the sum is within 0.5 % of what
+one H200 allocated (docs/estimates.md). Not covered: activations of a trained tower and of a
+separate critic.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,17 +18,17 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import default_chunk_size
 from megavlm.models.sizes import EqualRanks, ParameterSize, equal_ranks
 from megavlm.parallel.mesh import Layout
+from megavlm.run.capacity.activations import activation_bytes
 from megavlm.run.capacity.weight_updates import server_layout, stored_bytes
 
 GB = 1e9
 GPU = 80 * GB
 # Assumptions, to be replaced by measurements. OVERHEAD: CUDA context, NCCL's buffers, kernels'
 # workspaces and fragmentation. SERVER_RESIDUE: memory that a server keeps when its weights, cache
-# and graphs are released. GRAPHS: memory of its CUDA graphs. EXPERT_IMBALANCE: tokens of the
-# busiest expert rank over the mean. LEAST_CACHE: smallest KV cache with which a server is worth
-# starting.
+# and graphs are released. GRAPHS: memory of its CUDA graphs. LEAST_CACHE: smallest KV cache with
+# which a server is worth starting.
 OVERHEAD, SERVER_RESIDUE, GRAPHS = 6 * GB, 3 * GB, 1 * GB
-EXPERT_IMBALANCE, LEAST_CACHE = 1.5, 5 * GB
+LEAST_CACHE = 5 * GB
 BUDGET = 0.9  # usable share of a trainer's GPU: this model may be off by a tenth
 SGLANG_FRACTION = 0.7  # SGLang's own choice for a model with a tower on a GPU of 80 GB
 
@@ -228,71 +226,6 @@ def _shard(parameter: ParameterSize, config: Config, world_size: int) -> float:
     is_expert = ".experts." in parameter.name
     ranks = parallel.expert_ranks if is_expert else parallel.tensor * parallel.pipeline
     return parameter.numel / (world_size // ranks)
-
-
-def activation_bytes(
-    config: Config, hf_config: Any, held: Iterable[ParameterSize]
-) -> tuple[float, float]:
-    """Return the bytes that autograd keeps of one microbatch (the longest pack) in the layers with
-    these parameters, and the additional bytes while a part is recomputed.
-    """
-    options, recompute = ModelOptions.from_config(config), config.recompute
-    architecture = family(hf_config.model_type).architecture(hf_config)
-    experts = architecture.get("moe_layer_freq", [0] * architecture["num_layers"])
-    layers = sorted({int(x.name.split(".layers.")[1].split(".")[0]) for x in held if _of_layer(x)})
-    per_layer = [_layer_values(config, architecture, bool(experts[layer])) for layer in layers]
-    tokens = config.data.pack_tokens / config.parallel.context
-    size = tokens * options.dtype.itemsize
-    hidden = architecture["hidden_size"] / _sequence_ranks(config)
-    if recompute.language == "full":  # only the inputs of blocks are kept
-        blocks = -(-len(layers) // recompute.layers)
-        return size * hidden * blocks, size * recompute.layers * max(map(sum, per_layer))
-    if recompute.language == "selective" and {"mlp", "moe"} & set(recompute.modules):
-        return size * sum(x for x, _ in per_layer), size * max(mlp for _, mlp in per_layer)
-    return size * sum(map(sum, per_layer)), 0.0
-
-
-def _layer_values(
-    config: Config, architecture: dict[str, Any], has_experts: bool
-) -> tuple[float, float]:
-    """Return the values per token that autograd keeps in a layer: for attention with the norms, and
-    for the MLP.
-    """
-    hidden, parallel = architecture["hidden_size"], config.parallel
-    head, groups = architecture["kv_channels"], architecture["num_query_groups"]
-    tensor, has_norms = parallel.tensor, bool(architecture.get("qk_layernorm"))
-    query = head * architecture["num_attention_heads"] / tensor
-    # With more tensor ranks than key-value heads, several ranks hold the same head.
-    key = head * max(groups, tensor) / tensor
-    # Kept values: input and output of both norms; queries and keys after the rotation, which keeps
-    # nothing of before; the output.
-    attention = 4 * hidden / _sequence_ranks(config) + (query + key) + query
-    if parallel.context > 1:  # keys and values of all tokens
-        attention += 2 * parallel.context * key
-    if parallel.context == 1 or has_norms:
-        # The fused projection, of which values and the norms' inputs are views. Ranks that share a
-        # head gather it.
-        attention += query * tensor + 2 * head * groups if tensor > groups else query + 2 * key
-    if has_norms and tensor < groups:
-        attention += query  # heads of several groups are copied for their norm
-    # Gate and up projections and their product; without the fused kernel also two intermediates,
-    # and in an expert the product before it is scaled by the expert's probability.
-    if not has_experts:
-        inner = 3 if config.model.fusions else 5
-        return attention, inner * architecture["ffn_hidden_size"] / tensor
-    inner = 3 if config.model.fusions else 6
-    expert = inner * architecture["moe_ffn_hidden_size"] / parallel.expert_tensor
-    imbalance = EXPERT_IMBALANCE if parallel.expert > 1 else 1
-    routed = architecture["moe_router_topk"] * imbalance / _sequence_ranks(config)
-    return attention, routed * parallel.expert_tensor * (hidden + expert)
-
-
-def _sequence_ranks(config: Config) -> int:
-    return config.parallel.tensor if config.parallel.sequence else 1
-
-
-def _of_layer(parameter: ParameterSize) -> bool:
-    return "decoder.layers." in parameter.name
 
 
 def _in_flight(config: Config, stage: int) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from megavlm.config.algorithm import PolicyOptimization
+from megavlm.config.recompute import Recompute
 from megavlm.config.schema import Config
 from megavlm.families import family
 from megavlm.models.cost import LANGUAGE_SHARE
@@ -89,9 +90,8 @@ def remedies(load: Load, hf_config: Any, world_size: int, gpu: float) -> Iterato
     """
     config = load()
     parallel, data = config.parallel, config.data
-    for changed in (
-        {"recompute.language": "selective", "recompute.modules": f"[{large_module(hf_config)}]"},
-        {"recompute.language": "full"},
+    changes: tuple[dict[str, Any], ...] = (
+        *map(recompute_keys, recomputations(hf_config)[1:]),
         {"optimizer.precision_aware": "true"},
         {"parallel.tensor": 2 * parallel.tensor, "parallel.sequence": "true"},
         {"parallel.pipeline": 2 * parallel.pipeline},
@@ -100,7 +100,8 @@ def remedies(load: Load, hf_config: Any, world_size: int, gpu: float) -> Iterato
         {"data.pack_tokens": data.pack_tokens // 2},
         {"rollout.tensor_parallel": 2 * config.rollout.tensor_parallel},
         {"rollout.server_args.mem_fraction_static": 0.75},
-    ):
+    )
+    for changed in changes:
         overrides = [f"{key}={value}" for key, value in changed.items()]
         if parallel.data is not None and any(key.startswith("parallel.") for key in changed):
             overrides.append("parallel.data=null")
@@ -111,6 +112,14 @@ def remedies(load: Load, hf_config: Any, world_size: int, gpu: float) -> Iterato
             continue  # a layout that the model or the recipe does not support
         if not [*memory.problems()]:
             yield f"{' '.join(overrides)} ({memory.fullest / GB:.0f} GB)"
+
+
+def recompute_keys(kind: Recompute) -> dict[str, str]:
+    """Return the keys that choose a kind of recomputation."""
+    keys: dict[str, str] = {"recompute.language": kind.language}
+    if kind.language == "selective":
+        keys["recompute.modules"] = f"[{','.join(kind.modules)}]"
+    return keys
 
 
 def larger_packs(
@@ -142,12 +151,17 @@ def _minibatch_tokens(config: Config, data_ranks: int) -> float:
     return algorithm.prompts_per_step / algorithm.minibatches / data_ranks * group
 
 
-def large_module(hf_config: Any) -> str:
-    """Return the module of a layer whose activations are the largest: `mlp`, or `moe` in a mixture
-    of experts.
+def recomputations(hf_config: Any) -> list[Recompute]:
+    """Return the kinds of recomputation that are worth trying, those that take the least time
+    first. Core attention keeps little except in linear attention, where it keeps most.
     """
     architecture = family(hf_config.model_type).architecture(hf_config)
-    return "moe" if "num_moe_experts" in architecture else "mlp"
+    large = "moe" if "num_moe_experts" in architecture else "mlp"
+    modules: list[tuple[str, ...]] = [(large,)]
+    if any(architecture.get("linear_attention_freq", ())):
+        modules = [("core_attn",), (large,), ("core_attn", large)]
+    selective = [Recompute(language="selective", modules=names) for names in modules]
+    return [Recompute(), *selective, Recompute(language="full")]
 
 
 def _ranks(config: Config, world_size: int) -> Iterator[str]:

@@ -18,7 +18,7 @@ from megavlm.families import family
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.sizes import EqualRanks
 from megavlm.run.capacity.memory import BUDGET, GB, GPU, RunMemory, server_memory, trainer_ranks
-from megavlm.run.capacity.overview import Load, large_module, step_model
+from megavlm.run.capacity.overview import Load, recomputations, recompute_keys, step_model
 from megavlm.run.capacity.rates import MEASURED_CARD, NODE
 from megavlm.weight_sync.ownership import numel
 from megavlm.weight_sync.trainable import trained_entries
@@ -96,11 +96,14 @@ def search(
     generates = isinstance(recipe.algorithm, PolicyOptimization)
     server = server_memory(recipe, hf_config, gpu) if generates else None
     known = {} if known is None else known
-    selective = (f"recompute.modules=[{large_module(hf_config)}]",)
+    kinds = [
+        [f"{key}={value}" for key, value in recompute_keys(x).items()]
+        for x in recomputations(hf_config)
+    ]
     for number, (axes, context) in enumerate(layouts):
         count(number, len(layouts))
-        for recompute, keys in {"none": (), "selective": selective, "full": ()}.items():
-            overrides = (*axes, *context, f"recompute.language={recompute}", *keys)
+        for kind in kinds:
+            overrides = (*axes, *context, *kind)
             try:
                 config = load(*overrides)
                 if least_bytes(config.parallel, dense, experts) > BUDGET * gpu:

@@ -25,7 +25,8 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry
 from megavlm.models.cost import H100_FLOPS, ModelCost
 from megavlm.parallel.mesh import Layout
-from megavlm.run.capacity.memory import EXPERT_IMBALANCE, RunMemory
+from megavlm.run.capacity.activations import EXPERT_IMBALANCE
+from megavlm.run.capacity.memory import RunMemory
 from megavlm.run.capacity.rates import NODE, Rates
 from megavlm.run.capacity.serving import ServerModel
 from megavlm.run.capacity.weight_updates import received_bytes, server_layout, stored_bytes

@@ -3,15 +3,16 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megavlm.config.load import load
-from megavlm.config.recompute import Recompute
 from megavlm.config.schema import Config
 from megavlm.data.packing import make_pack, prompt_tree
 from megavlm.data.processor import Prompt
@@ -19,17 +20,20 @@ from megavlm.data.rows import Row
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
+from megavlm.models.linear_attention.delta_rule import Rule
+from megavlm.models.linear_attention.gated_delta_net import GatedDeltaNet
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout, build_mesh
+from megavlm.run.capacity import activations
+from megavlm.run.capacity.activations import activation_bytes
 from megavlm.run.capacity.memory import (
     GB,
     RunMemory,
-    activation_bytes,
     optimizer_bytes,
     step_bytes,
     trainer_ranks,
 )
-from megavlm.run.capacity.overview import large_module
+from megavlm.run.capacity.overview import recomputations
 from tests.gpu import page
 from tests.support.families import small_config
 from tests.support.fork import launch
@@ -65,9 +69,10 @@ def test_a_recipe_fits_its_gpus_and_says_how_it_is_started(name: str, tmp_path: 
 
 def less_recomputation(config: Config, hf_config: Any) -> Iterator[Config]:
     """Yield a recipe with each kind of recomputation that takes less time than its own."""
-    large = Recompute(language="selective", modules=(large_module(hf_config),))
-    kinds = [Recompute(), large, replace(large, language="full")]
-    for kind in kinds[: [x.language for x in kinds].index(config.recompute.language)]:
+    own = config.recompute
+    for kind in recomputations(hf_config):
+        if (kind.language == own.language and own.language != "selective") or kind == own:
+            return
         yield replace(config, recompute=kind)
 
 
@@ -175,27 +180,34 @@ def test_an_update_allocates_what_an_h200_measured(model: str) -> None:
 
 TOKENS = 512
 SIZES = {"hidden_size": 128, "ffn_size": 320, "num_heads": 4, "num_kv_heads": 2}
+ALL = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+ON_CPUS = ["data.max_prompt_tokens=256", f"data.pack_tokens={TOKENS}", "model.fusions=false"]
+
+
+def two_kinds(family: str, num_layers: int, sizes: dict[str, int]) -> Any:
+    """Return a configuration whose layers are all alike, but in Qwen3.5 every second one has full
+    attention and the others Gated DeltaNet.
+    """
+    experts = {"dense_layers": []} if family == "qwen3_vl_moe" else {}
+    hf_config = small_config(family, num_layers=num_layers, **sizes, **experts)
+    if family.startswith("qwen3_5"):
+        kinds = ["linear_attention", "full_attention"] * (num_layers // 2)
+        hf_config.text_config.layer_types = kinds
+    return hf_config
 
 
 def kept_bytes(
-    family: str,
-    num_layers: int,
-    recompute: str,
-    modules: tuple[str, ...],
-    layout: Layout,
-    sizes: dict[str, int] = SIZES,
+    family: str, num_layers: int, layout: Layout, sizes: dict[str, int], options: ModelOptions
 ) -> int:
-    """Bytes that autograd keeps of a forward, each storage once, without the parameters."""
-    experts = {"dense_layers": []} if family == "qwen3_vl_moe" else {}
-    hf_config = small_config(family, num_layers=num_layers, **sizes, **experts)
-    options = ModelOptions(
-        recompute=recompute,  # type: ignore[arg-type]
-        recompute_modules=modules,
-        sequence=layout.tensor > 1,
-    )
+    """Bytes that autograd keeps of a forward, each storage once, without the parameters and without
+    the delta rule, which is another one on GPUs.
+    """
     mesh = build_mesh(layout)
-    (model,) = build_model(hf_config, mesh, options)
+    (model,) = build_model(two_kinds(family, num_layers, sizes), mesh, options)
     model.train()
+    for module in model.modules():
+        if isinstance(module, GatedDeltaNet):
+            module.rule = partial(uncounted, module.rule)
     ids = torch.arange(TOKENS) % 90 + 10
     positions = torch.arange(TOKENS).expand(3, -1)
     prompt = Prompt(Row(0, "", "", (), "", ""), ids[:-8], (), positions[:, :-8], TOKENS - 8, ())
@@ -214,45 +226,76 @@ def kept_bytes(
             alive.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
+    with saved_tensors_hooks(pack_hook, lambda tensor: tensor):
         model(pack, {}, Scoring())
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def uncounted(rule: Rule, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # the innermost hooks
+        return rule(*args, **kwargs)
+
+
+def kept_and_modelled(
+    family: str, layout: Layout, sizes: dict[str, int], config: Config
+) -> tuple[float, float]:
+    """Return the bytes of two layers more on a rank: those kept, and those modelled."""
+    ranks, options = layout.model_size, ModelOptions.from_config(config)
+    kept, modelled = [], []
+    for num_layers in (2, 4):
+        found = launch(ranks, kept_bytes, family, num_layers, layout, sizes, options)
+        kept.append(sum(found) / ranks)
+        hf_config = two_kinds(family, num_layers, sizes)
+        held = rank_parameters(hf_config, layout, ranks, 0, options)
+        modelled.append(activation_bytes(config, hf_config, held)[0])
+    return kept[1] - kept[0], modelled[1] - modelled[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "recompute"),
+    [
+        *((family, "float32", "none") for family in ALL),
+        *((family, "float32", "core_attn") for family in ("qwen2_5_vl", "qwen3_5")),
+        *((family, "float32", "large") for family in ("qwen3_vl", "qwen3_5_moe")),
+        *((family, "float32", "full") for family in ("qwen3_vl_moe", "qwen3_5")),
+        ("qwen3_5", "bfloat16", "none"),  # several of its tensors are in fp32
+    ],
+)
 def test_activations_are_what_autograd_keeps(
-    family: str, recompute: str, write_recipe: Any, tmp_path: Path
+    family: str, dtype: str, recompute: str, write_recipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two layers more, in fp32, by megatron-core's own layers."""
-    modules = ("moe" if family == "qwen3_vl_moe" else "mlp",)
-    (fewer,) = launch(1, kept_bytes, family, 2, recompute, modules, Layout())
-    (more,) = launch(1, kept_bytes, family, 4, recompute, modules, Layout())
-    experts = {"dense_layers": []} if family == "qwen3_vl_moe" else {}
-    hf_config = small_config(family, num_layers=4, **SIZES, **experts)
-    config = load(
-        write_recipe(recompute={"language": recompute, "modules": modules}),
-        [
-            f"data.pack_tokens={TOKENS}",
-            "data.max_prompt_tokens=256",
-            "model.dtype=float32",
-            "model.fusions=false",  # as on a CPU
-        ],
-    )
-    held = rank_parameters(hf_config, Layout(), 1, 0, ModelOptions())
-    kept, _ = activation_bytes(config, hf_config, held)
-    on_cpus = 4 * TOKENS * 2 * values_of_cpus(family, SIZES) if recompute != "full" else 0
-    assert (kept / 2 + on_cpus) / (more - fewer) == pytest.approx(1.0, rel=0.02)
+    """Of two layers more, by megatron-core's own layers."""
+    monkeypatch.setattr(activations, "_rule_values", lambda *_: 0.0)
+    modules = {"large": ("moe" if "moe" in family else "mlp",), "core_attn": ("core_attn",)}
+    keys = {"language": recompute}
+    if recompute in modules:
+        keys = {"language": "selective", "modules": modules[recompute]}
+    config = load(write_recipe(recompute=keys), [*ON_CPUS, f"model.dtype={dtype}"])
+    kept, modelled = kept_and_modelled(family, Layout(), SIZES, config)
+    if recompute != "full":
+        itemsize = getattr(torch, dtype).itemsize
+        modelled += itemsize * TOKENS * values_of_cpus(family, SIZES, config)
+    assert modelled / kept == pytest.approx(1.0, rel=0.02)
 
 
-def values_of_cpus(family: str, sizes: dict[str, int]) -> int:
-    """Return the values of a token that only CPUs keep in a layer: a third tensor of torch's norms,
-    where the fused ones keep one or two, and SDPA's output in an order of its own.
+def values_of_cpus(family: str, sizes: dict[str, int], config: Config) -> float:
+    """Return the values of a token that only CPUs keep in two layers: a third tensor of torch's
+    norms, where the fused ones keep one or two; SDPA's output in an order of its own; and the
+    output gate's sigmoid in fp32 in place of its input, where the GPU's is compiled.
     """
-    has_norms = family.startswith("qwen3")  # of queries and keys
+    tensor, has_norms = config.parallel.tensor, family.startswith("qwen3")  # of queries and keys
+    is_gated = family.startswith("qwen3_5")
     head = 16 if has_norms else sizes["hidden_size"] // sizes["num_heads"]
-    norms = head * (sizes["num_heads"] + sizes["num_kv_heads"]) * has_norms
-    return 2 * sizes["hidden_size"] + norms + head * sizes["num_heads"]
+    query, groups = head * sizes["num_heads"] / tensor, max(sizes["num_kv_heads"], tensor)
+    # Qwen3.5's norms are computed in fp32.
+    wide = 4 // getattr(torch, config.model.dtype).itemsize if is_gated else 1
+    norms = wide * (query + head * groups / tensor) * has_norms
+    gate = (wide * query - query * (tensor < groups)) * is_gated
+    is_again = config.recompute.language == "selective" and "core_attn" in config.recompute.modules
+    layers = 1 if is_gated else 2  # with full attention
+    return 4 * wide * sizes["hidden_size"] / tensor + layers * (
+        norms + gate + query * (not is_again)
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,34 +303,29 @@ def values_of_cpus(family: str, sizes: dict[str, int]) -> int:
     [
         ("qwen3_vl", Layout(tensor=2), 1),  # which both ranks hold
         ("qwen2_5_vl", Layout(context=2), 4),
+        ("qwen3_5", Layout(tensor=2), 4),
+        ("qwen3_5_moe", Layout(context=2), 4),
     ],
 )
 def test_activations_of_a_layout_are_what_autograd_keeps(
-    family: str, layout: Layout, num_kv_heads: int, write_recipe: Any
+    family: str,
+    layout: Layout,
+    num_kv_heads: int,
+    write_recipe: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of two layers more, in fp32, on one rank; with small MLPs, as attention is what is cut."""
-    sizes, ranks = SIZES | {"ffn_size": 64, "num_kv_heads": num_kv_heads}, layout.model_size
-    fewer, more = (
-        sum(launch(ranks, kept_bytes, family, layers, "none", (), layout, sizes)) / ranks
-        for layers in (2, 4)
-    )
-    hf_config = small_config(family, num_layers=4, **sizes)
-    config = load(
-        write_recipe(),
-        [
-            f"data.pack_tokens={TOKENS}",
-            "data.max_prompt_tokens=256",
-            "model.dtype=float32",
-            "model.fusions=false",
-            f"parallel.tensor={layout.tensor}",
-            f"parallel.sequence={str(layout.tensor > 1).lower()}",
-            f"parallel.context={layout.context}",
-        ],
-    )
-    held = rank_parameters(hf_config, layout, ranks, 0, ModelOptions(sequence=layout.tensor > 1))
-    kept, _ = activation_bytes(config, hf_config, held)
+    monkeypatch.setattr(activations, "_rule_values", lambda *_: 0.0)
+    sizes = SIZES | {"ffn_size": 64, "num_kv_heads": num_kv_heads}
+    keys = [
+        f"parallel.tensor={layout.tensor}",
+        f"parallel.sequence={str(layout.tensor > 1).lower()}",
+        f"parallel.context={layout.context}",
+    ]
+    config = load(write_recipe(), [*ON_CPUS, "model.dtype=float32", *keys])
+    kept, modelled = kept_and_modelled(family, layout, sizes, config)
     tokens = TOKENS // layout.context
-    # SDPA's mask of this rank's second chunk, in each of two layers.
-    masks = 4 * tokens * TOKENS if layout.context > 1 else 0
-    on_cpus = 4 * 2 * tokens * values_of_cpus(family, sizes) / layout.tensor + masks
-    assert (kept / 2 + on_cpus) / (more - fewer) == pytest.approx(1.0, rel=0.03)
+    # SDPA's mask of this rank's second chunk, in each layer with attention.
+    masks = tokens * TOKENS / (2 if family.startswith("qwen3_5") else 1) * (layout.context > 1)
+    modelled += 4 * (tokens * values_of_cpus(family, sizes, config) + masks)
+    assert modelled / kept == pytest.approx(1.0, rel=0.03)
