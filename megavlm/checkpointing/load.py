@@ -50,8 +50,8 @@ def load_checkpoint(
     """Load a step in place and return its `extra`, the saved state of the trainer. Collective.
 
     step: None loads the latest step.
-    optimizer: If it is None, only the weights are loaded, in the model's dtype, and an imported
-        checkpoint is accepted, too. Otherwise this rank's random states are restored as well, if
+    optimizer: None loads only the weights, in the model's dtype, and also accepts an imported
+        checkpoint. Otherwise this rank's random states are restored as well, if
         the layout is the one that saved them.
     model_type: Model family that the step must have, None for any.
 

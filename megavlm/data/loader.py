@@ -214,7 +214,7 @@ def check_state(
     state: Mapping[str, Any], fingerprint: str, seed: int, weights: Sequence[float]
 ) -> None:
     """Raise ValueError if a run cannot continue from the state of a stream, because its data, its
-    seed or the weights of its data sets are others. fingerprint: That of its rows.
+    seed or the weights of its data sets differ. fingerprint: Result of `Rows.fingerprint`.
     """
     if state["fingerprint"] != fingerprint:
         raise ValueError(

@@ -405,17 +405,15 @@ def _columns(data: Data) -> list[tuple[str, str]]:
 
 
 def _optional(data: Data) -> list[str]:
-    """Return the columns that files may have: that of rejected responses, because files to evaluate
-    on need none, and that of categories if its name is the default.
+    """Return the columns that files need not have: the rejected responses, which an evaluation does
+    not read, and the categories if data.category_key is the default.
     """
     category = data.category_key if data.category_key == Data.category_key else None
     return [*filter(None, [data.rejected_key, category])]
 
 
 def _present(table: RecordTable, data: Data, further: Sequence[str] = ()) -> list[str]:
-    """Return the columns to read: those that files must have, and those of the others that are
-    there.
-    """
+    """Return the columns to read: all required ones, and the optional ones that the table has."""
     may_have = [name for name in (*further, *_optional(data)) if name in (table.columns or ())]
     return list(dict.fromkeys([*(name for _, name in _columns(data)), *may_have]))
 

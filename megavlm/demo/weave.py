@@ -67,11 +67,12 @@ def _lessons(
     looked: bytes,
     colour: str,
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the lessons of the warm start: to see a crop and to answer by it, to give the box of a
-    place, and the form of an answer and of a call. One response in five calls, and every other call
-    is at a random place, so that RL has to teach when to call, and with which box.
+    """Yield the lessons of the warm start. They teach the model to see a crop and answer from it,
+    to give the box of a place, and to write an answer and a call in their form. One response in
+    five calls, and every other call is at a random place, so that RL has to teach when to call, and
+    with which box.
 
-    place: The place that the question names. tried, looked, colour: Another one, its crop and its
+    place: The place that the question names. tried, looked, colour: Another place, its crop and its
     colour.
     """
     asked = _said("user", f"<image>{question}")

@@ -1,7 +1,7 @@
 """Rewards that a service computes: any URL, or a reward model behind an OpenAI-compatible endpoint.
 
-Every request has limits: on its time, the size of the answer, the number of attempts, and the
-number of requests in flight. Redirects are not followed, and proxies are not used.
+The time of a request, the size of its answer, the attempts and the requests in flight are limited.
+Redirects are not followed, and proxies are not used.
 """
 
 import asyncio

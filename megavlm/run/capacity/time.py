@@ -277,11 +277,15 @@ class StepModel:
     def _passes(self) -> float:
         """Return the seconds of forward, backward and recomputation."""
         recompute = self._config.recompute
-        mlp = self._flops_share("mlp", "experts")
-        again = {"none": 0.0, "full": 1.0, "selective": mlp}[recompute.language]
-        if recompute.language == "selective" and not {"mlp", "moe"} & set(recompute.modules):
-            again = 0.0
-        return self._forward(3 + again, 2.5 + (recompute.language == "full"))
+        is_full = recompute.language == "full"
+        modules = recompute.modules if recompute.language == "selective" else ()
+        again = float(is_full)
+        if {"mlp", "moe"} & set(modules):
+            again += self._flops_share("mlp", "experts")
+        if "core_attn" in modules:
+            core = ModelCost.of((), self._architecture)  # no matrices
+            again += self.step.prompts * core.tree(self._tree, {}) / self.forward_flops
+        return self._forward(3 + again, 2.5 + is_full)
 
     def _flops_share(self, *names: str) -> float:
         """Return the share of parts of the layers in the FLOPs of a token."""
@@ -290,8 +294,8 @@ class StepModel:
 
     @cached_property
     def _pushed(self) -> list[Entry]:
-        """Entries that a sync sends: those that training can change, or all to a server that has
-        released its weights.
+        """Entries that a sync sends: the ones that training can change, or all of them if the
+        server has released its weights.
         """
         lora, rollout = self._config.lora, self._config.rollout
         if rollout.colocate and not rollout.server_args.get("enable_weights_cpu_backup"):

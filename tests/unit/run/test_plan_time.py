@@ -12,7 +12,7 @@ from tests.support.levels import slow
 from tests.unit.run.estimates import SET_UPS, SetUp, modelled, published, resolved, tables
 
 PAGE = Path(__file__).parents[3] / "docs" / "estimates.md"
-SEVEN, _, COLOCATED, MOE, _, LARGE, _, HUGE, SHARED_HUGE, _ = SET_UPS
+SEVEN, _, COLOCATED, MOE, _, LARGE, _, HUGE, SHARED_HUGE, LINEAR = SET_UPS
 ON_EIGHT_STAGES = (
     "parallel.pipeline=8",
     "parallel.first_stage_layers=11",
@@ -105,6 +105,20 @@ def test_servers_get_weights_from_ranks_of_their_node(tmp_path: Path) -> None:
     assert modelled(SHARED_HUGE, tmp_path, Rates(network=1e9)).seconds()["sync"] == pytest.approx(
         11 / 12 * 471e9 / 8 / 1e9, rel=0.1
     )
+
+
+@pytest.mark.parametrize("set_up", [SEVEN, LINEAR])
+def test_core_attention_takes_time_when_it_is_recomputed(set_up: SetUp, tmp_path: Path) -> None:
+    """Its own FLOPs, without projections: less than a forward pass of the MLPs."""
+    none, core, mlp = (
+        changed(tmp_path, set_up, *keys)["update"]
+        for keys in (
+            ("recompute.language=none",),
+            ("recompute.language=selective", "recompute.modules=[core_attn]"),
+            ("recompute.language=selective", "recompute.modules=[mlp]"),
+        )
+    )
+    assert none < core < mlp
 
 
 @pytest.mark.slow
