@@ -1,5 +1,5 @@
 """Tables of records that are read block by block. A block is a Parquet row group, or a run of JSONL
-lines or of objects in a JSON list.
+lines.
 
 Arrow's threads must not hold a Python file: a thread that releases it while the interpreter shuts
 down aborts the process (https://github.com/apache/arrow/issues/34314). Therefore Parquet is read
@@ -7,10 +7,11 @@ without threads (`use_threads`, `pre_buffer`), and CSV from a copy in Arrow's me
 """
 
 import codecs
+import io
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from decimal import Decimal
 from typing import IO, Any, ClassVar, Protocol
@@ -23,9 +24,10 @@ import pyarrow.parquet as pq
 from megavlm import git_lfs
 from megavlm.data.files import DataFile, read_safely
 
-# A block of JSONL or of a JSON list ends at the first of these limits.
+# A block of JSONL ends at the first of these limits.
 BLOCK_LINES = 256
 BLOCK_BYTES = 2**24
+LIST_BYTES = 2**30  # of a JSON list, which is parsed as a whole
 _PEEK = 2**16
 _CSV_BYTES = 2**31 - 1  # Arrow's limit of a block; a cell cannot be longer
 
@@ -208,178 +210,94 @@ def _as_printed(value: Any, kind: pa.DataType) -> Any:
     return value
 
 
-class _TextTable:
-    """A file of JSON objects. Its blocks are ranges of its bytes."""
+class LinesTable:
+    """A JSONL file: one JSON object per line. Empty lines are skipped. Its blocks are ranges of its
+    bytes.
+    """
 
     columns = None
 
     def __init__(self, file: DataFile) -> None:
         self._file = file
-        self._starts: list[int] = []
+        self._starts: list[tuple[int, int]] = []  # of each block: its first byte and line
         self.block_rows: list[int] = []
         self.block_bytes: list[int] = []
-        first, rows = 0, 0
-        with file.content() as stream:
-            for start, end in self._records(stream):
-                first = first if rows else start
+        start, end, rows = (0, 1), 0, 0
+        with self._content() as stream:
+            for next_line, line in enumerate(stream, 2):
+                end += len(line)
+                if not line.strip():
+                    continue
                 rows += 1
-                if rows == BLOCK_LINES or end - first >= BLOCK_BYTES:
-                    self._end_block(first, end, rows)
-                    rows = 0
+                if rows == BLOCK_LINES or end - start[0] >= BLOCK_BYTES:
+                    self._end_block(start, end, rows)
+                    start, rows = (end, next_line), 0
         if rows:
-            self._end_block(first, end, rows)
+            self._end_block(start, end, rows)
 
-    def _records(self, stream: IO[bytes]) -> Iterator[tuple[int, int]]:
-        """Iterate over the bounds of the records, in bytes."""
-        raise NotImplementedError
+    def read(self, block: int, columns: Sequence[str] | None) -> "LinesBlock":
+        start, first = self._starts[block]
 
-    def _content(self, block: int) -> bytes:
         def read() -> bytes:
-            with self._file.content() as stream:
-                stream.seek(self._starts[block])
+            with self._content() as stream:
+                stream.seek(start)
                 return _read_exactly(stream, self.block_bytes[block])
 
-        return read_safely(f"{self._file.url}: cannot be read", read)
+        content = read_safely(f"{self._file.url}: cannot be read", read)
+        lines = enumerate(content.split(b"\n"), first)
+        return LinesBlock([(number, line) for number, line in lines if line.strip()])
 
-    def _end_block(self, start: int, end: int, rows: int) -> None:
+    def _content(self) -> AbstractContextManager[IO[bytes]]:
+        return self._file.content()
+
+    def _end_block(self, start: tuple[int, int], end: int, rows: int) -> None:
         self._starts.append(start)
-        self.block_bytes.append(end - start)
+        self.block_bytes.append(end - start[0])
         self.block_rows.append(rows)
 
 
-class LinesTable(_TextTable):
-    """A JSONL file: one JSON object per line. Empty lines are skipped."""
+class ListTable(LinesTable):
+    """A JSON file with one list of objects, held in memory as lines."""
 
     def __init__(self, file: DataFile) -> None:
-        self._num_lines = 0  # that were read so far
-        self._lines_before = [0]  # number of lines before each block
+        with file.content() as stream:
+            text = stream.read(LIST_BYTES + 1)
+        if len(text) > LIST_BYTES:
+            raise ValueError(
+                f"{file.url}: a JSON list may have {LIST_BYTES} bytes, as it is read as a whole: "
+                "write one object on each line (jq -c '.[]')"
+            )
+        try:
+            records = json.loads(text)
+            if not isinstance(records, list):
+                raise ValueError("the file is no list")
+            if others := [i for i, record in enumerate(records) if not isinstance(record, dict)]:
+                raise ValueError(f"item {others[0]} is no object")
+        except ValueError as error:
+            raise ValueError(
+                f"{file.url}: not a JSON list of objects, or an object on each line ({error})"
+            ) from error
+        self._text = b"".join(json.dumps(record).encode() + b"\n" for record in records)
         super().__init__(file)
 
     def read(self, block: int, columns: Sequence[str] | None) -> "LinesBlock":
-        lines = enumerate(self._content(block).split(b"\n"), self._lines_before[block] + 1)
-        return LinesBlock([(number, line) for number, line in lines if line.strip()])
+        return ListBlock(super().read(block, columns).lines)
 
-    def _records(self, stream: IO[bytes]) -> Iterator[tuple[int, int]]:
-        start, end = 0, 0
-        for line in stream:
-            end += len(line)
-            self._num_lines += 1
-            if line.strip():
-                yield start, end
-                start = end
-
-    def _end_block(self, start: int, end: int, rows: int) -> None:
-        super()._end_block(start, end, rows)
-        self._lines_before.append(self._num_lines)
-
-
-class ListTable(_TextTable):
-    """A JSON file: one list of objects."""
-
-    def read(self, block: int, columns: Sequence[str] | None) -> "ListBlock":
-        return ListBlock(json.loads(b"[%b]" % self._content(block)))
-
-    def _records(self, stream: IO[bytes]) -> Iterator[tuple[int, int]]:
-        """Iterate over the bounds of the objects, with little more than one object in memory."""
-        try:
-            text = _JsonText(stream)
-            text.take("[")
-            more = text.next() != "]"
-            while more:
-                yield text.object()
-                if more := text.next() != "]":
-                    text.take(",")
-            text.take("]")
-            text.end()
-        except ValueError as error:
-            raise ValueError(
-                f"{self._file.url}: not a JSON list of objects, or an object on each line ({error})"
-            ) from error
-
-
-class _JsonText:
-    """A cursor in a stream of JSON. The stream is read only as far as needed."""
-
-    _SPACE = re.compile(r"[ \t\n\r]*")
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._text, self._place = "", 0  # the text in memory, and the cursor's place in it
-        self._position = 0  # the cursor's position in the stream, in bytes
-        if self.next() == "\ufeff":
-            self._move(1)
-
-    def next(self) -> str:
-        """Return the next character that is not white space, or "" at the end."""
-        while True:
-            self._move(self._SPACE.match(self._text, self._place).end() - self._place)  # type: ignore[union-attr]
-            if self._place < len(self._text) or not self._fill():
-                return self._text[self._place : self._place + 1]
-
-    def take(self, mark: str) -> None:
-        if self.next() != mark:
-            raise ValueError(f"byte {self._position}: {self.next()!r} in place of {mark!r}")
-        self._move(1)
-
-    def object(self) -> tuple[int, int]:
-        """Move past an object. Returns its bounds in bytes."""
-        if self.next() != "{":
-            raise ValueError(f"byte {self._position}: {self.next()!r} does not begin an object")
-        while True:
-            try:
-                _, end = json.JSONDecoder().raw_decode(self._text, self._place)
-                break
-            except ValueError as error:
-                if not self._fill():
-                    raise ValueError(f"object at byte {self._position}: {error}") from error
-        start = self._position
-        self._move(end - self._place)
-        return start, self._position
-
-    def end(self) -> None:
-        if self.next():
-            raise ValueError(f"byte {self._position}: {self.next()!r} after the list")
-
-    def _move(self, count: int) -> None:
-        end = self._place + count
-        self._position += len(self._text[self._place : end].encode())
-        self._place = end
-
-    def _fill(self) -> bool:
-        """Read at least as many bytes as there are in memory, so that parsing a long object again
-        takes linear time. Returns False at the end of the stream.
-        """
-        rest = self._text[self._place :]
-        data = self._stream.read(max(BLOCK_BYTES, len(rest)))
-        self._text, self._place = rest + self._decoder.decode(data, not data), 0
-        return bool(data)
-
-
-class ListBlock:
-    fills_nulls: ClassVar[bool] = False
-
-    def __init__(self, records: Sequence[dict[str, Any]]) -> None:
-        self._records = records
-
-    def record(self, index: int) -> dict[str, Any]:
-        return dict(self._records[index])
-
-    def line(self, index: int) -> None:
-        return None
+    def _content(self) -> AbstractContextManager[IO[bytes]]:
+        return io.BytesIO(self._text)
 
 
 class LinesBlock:
     fills_nulls: ClassVar[bool] = False
 
     def __init__(self, lines: Sequence[tuple[int, bytes]]) -> None:
-        self._lines = lines
+        self.lines = lines
 
-    def line(self, index: int) -> int:
-        return self._lines[index][0]
+    def line(self, index: int) -> int | None:
+        return self.lines[index][0]
 
     def record(self, index: int) -> dict[str, Any]:
-        _, line = self._lines[index]
+        _, line = self.lines[index]
         try:
             record = json.loads(line.decode("utf-8-sig"))
         except ValueError as error:
@@ -387,6 +305,11 @@ class LinesBlock:
         if not isinstance(record, Mapping):
             raise ValueError("the line is not a JSON object")
         return dict(record)
+
+
+class ListBlock(LinesBlock):
+    def line(self, index: int) -> None:
+        return None
 
 
 def _begins_lines(content: bytes) -> bool:

@@ -407,7 +407,7 @@ def test_a_json_list_is_read_block_by_block(
         assert [rows[i].answer for i in (9, 0, 5)] == ["9", "0", "5"] and len(rows) == 10
         assert [row.problem for row in rows] == [record["problem"] for record in records]
         assert rows[3].source == f"{path}:3" and rows[3].dataset.endswith(f"/{number}")
-        assert len(rows.block_rows) > 1 and sum(rows.block_bytes) < path.stat().st_size
+        assert len(rows.block_rows) > 1
 
 
 def test_a_json_file_may_have_an_object_on_each_line(tmp_path: Path) -> None:
@@ -424,15 +424,12 @@ def test_a_json_file_may_have_an_object_on_each_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{\n "data": [{"problem": "q"}]\n}', r"byte 0: '{' in place of '\['"),
-        ('[{"problem": "q"}, 3]', "byte 19: '3' does not begin an object"),
-        ('[{"problem": "q"} {"problem": "r"}]', "byte 18: '{' in place of ','"),
-        ('[{"problem": "q"},]', r"byte 18: '\]' does not begin an object"),
-        ('[{"problem": "q"}', "byte 17: '' in place of ','"),
-        ('[{"problem": "q}]', "object at byte 1: Unterminated string"),
-        ('[{"problem": "q"}] x', "byte 19: 'x' after the list"),
+        ('{\n "data": [{"problem": "q"}]\n}', "the file is no list"),
+        ('[{"problem": "q"}, 3]', "item 1 is no object"),
+        ('[{"problem": "q"} {"problem": "r"}]', "Expecting ',' delimiter"),
+        ('[{"problem": "q"}', "Expecting ',' delimiter"),
         ('[{"problem": "\udce9"}]', "can't decode byte 0xe9"),
-        ("", r"byte 0: '' in place of '\['"),
+        ("", "Expecting value"),
     ],
     ids=lambda x: x[:20],
 )
@@ -441,6 +438,13 @@ def test_a_json_file_of_another_form_is_refused(tmp_path: Path, text: str, messa
     path.write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match=rf"x\.json: not a JSON list .*{message}"):
         read_rows([str(path)])
+
+
+def test_a_json_list_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "LIST_BYTES", 20)
+    (tmp_path / "x.json").write_text(json.dumps([{"problem": "what?"}]))
+    with pytest.raises(ValueError, match=r"x\.json: a JSON list may have 20 bytes.*jq -c"):
+        read_rows([str(tmp_path / "x.json")])
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.csv", "X.JSONL"])
