@@ -3,53 +3,67 @@ because log-probs must be those of the distribution that the trainer computes.
 """
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, PositiveInt, ValidationError
 
 from megavlm.rollout.gateway.errors import BadRequest
-from megavlm.rollout.gateway.messages import ChatMessage, read_messages
+from megavlm.rollout.gateway.messages import ChatMessage, ChatTool, Form
 
 logger = logging.getLogger(__name__)
 
-_READ = {"messages", "tools", "n", "max_tokens", "max_completion_tokens", "stream"}
-# Parameters that change nothing of a response.
-_IGNORED = {
-    "model",
-    "metadata",
-    "prompt_cache_key",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "stream_options",
-    "user",
-}
 _OVERRIDDEN = ("temperature", "top_p", "seed")  # most agents send them
-# Parameters with the only values that change nothing.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "stop": ([], ""),
-    "tool_choice": ("auto",),
-    "top_logprobs": (0,),
-}
 
 
-@dataclass(frozen=True)
-class ChatRequest:
-    """A checked request. max_tokens: Limit of a response in tokens; None if there is none."""
+def _only(*neutral: Any) -> AfterValidator:
+    """neutral: The only values of a parameter that change nothing."""
 
-    messages: tuple[ChatMessage, ...]
-    tools: tuple[Mapping[str, Any], ...]
-    n: int
-    max_tokens: int | None
-    stream: bool
-    with_usage: bool  # in a last chunk of a stream
+    def check(value: Any) -> Any:
+        if value not in neutral:
+            raise ValueError("would change what is sampled; rollout keys decide this: leave it out")
+        return value
+
+    return AfterValidator(check)
+
+
+class ChatRequest(Form):
+    """A request of chat completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    functions: list[ChatTool] = Field([], alias="tools")
+    schemas: list[dict[str, Any]] = Field([], alias="tools")
+    n: PositiveInt = 1
+    max_tokens: PositiveInt | None = None  # of a response
+    max_completion_tokens: PositiveInt | None = None
+    stream: bool = Field(False, strict=False)
+    stream_options: dict[str, Any] = Field({})
+    # Overridden by the recipe.
+    temperature: Any = None
+    top_p: Any = None
+    seed: Any = None
+    # These change nothing of a response.
+    metadata: Any = None
+    model: Any = None
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    user: Any = None
+    # These would.
+    frequency_penalty: Annotated[Any, _only(0)] = None
+    logit_bias: Annotated[Any, _only({})] = None
+    logprobs: Annotated[Any, _only(False)] = None
+    modalities: Annotated[Any, _only(["text"])] = None
+    parallel_tool_calls: Annotated[Any, _only(True)] = None
+    presence_penalty: Annotated[Any, _only(0)] = None
+    response_format: Annotated[Any, _only({"type": "text"})] = None
+    stop: Annotated[Any, _only([], "")] = None
+    tool_choice: Annotated[Any, _only("auto", "none")] = None
+    top_logprobs: Annotated[Any, _only(0)] = None
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else self.schemas
 
 
 class ParameterReader:
@@ -62,63 +76,17 @@ class ParameterReader:
         """Raises BadRequest for a request that is not understood or asks for another
         distribution.
         """
-        if not isinstance(body, Mapping):
-            raise BadRequest("the body must be a JSON object")
-        given = {key: value for key, value in body.items() if value is not None}
-        for key, value in given.items():
-            if key in _OVERRIDDEN:
-                self._say(key, value)
-            elif key in _NEUTRAL:
-                if value not in _NEUTRAL[key] and not (key == "tool_choice" and value == "none"):
-                    raise BadRequest(
-                        f"{key}={value!r:.80} would change what is sampled; the recipe's rollout "
-                        f"section decides this: leave {key} out"
-                    )
-            elif key not in _READ | _IGNORED:
-                raise BadRequest(f"the gateway does not know the parameter {key!r}: leave it out")
-        tools = _tools(given.get("tools", []))
-        if given.get("tool_choice") == "none":
-            tools = []
-        options = given.get("stream_options", {})
-        return ChatRequest(
-            read_messages(given.get("messages")),
-            tuple(tools),
-            _number(given, "n") or 1,
-            _number(given, "max_completion_tokens") or _number(given, "max_tokens"),
-            bool(given.get("stream", False)),
-            isinstance(options, Mapping) and bool(options.get("include_usage")),
-        )
-
-    def _say(self, key: str, value: Any) -> None:
-        if key not in self._said:
-            logger.warning(
-                "an agent asks for %s=%r; the gateway samples as the rollout section of the recipe "
-                "says",
-                key,
-                value,
-            )
-        self._said.add(key)
-
-
-def _tools(tools: Any) -> list[Mapping[str, Any]]:
-    if not isinstance(tools, list):
-        raise BadRequest("tools must be a list of objects")
-    for number, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not (
-            isinstance(function, Mapping)
-            and isinstance(function.get("name"), str)
-            and isinstance(function.get("parameters"), Mapping | None)
-        ):
-            raise BadRequest(
-                f"tools[{number}] must be an object with a `function`, which has a name and, as an "
-                "object, parameters"
-            )
-    return tools
-
-
-def _number(given: Mapping[str, Any], key: str) -> int | None:
-    value = given.get(key)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise BadRequest(f"{key}={value!r:.40} must be a number of at least 1")
-    return value
+        try:
+            request = ChatRequest.model_validate(body)
+        except ValidationError as error:
+            raise BadRequest.of(error) from error
+        for key in _OVERRIDDEN:
+            if (value := getattr(request, key)) is not None and key not in self._said:
+                self._said.add(key)
+                logger.warning(
+                    "an agent asks for %s=%r; the gateway samples as the rollout section of the "
+                    "recipe says",
+                    key,
+                    value,
+                )
+        return request

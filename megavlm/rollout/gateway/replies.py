@@ -9,29 +9,22 @@ from typing import Any
 
 from megavlm.environments.base import ChatFormat
 from megavlm.environments.tools.calls import MalformedCall, ToolCall, read_reply
-from megavlm.rollout.gateway.messages import ChatMessage, ChatPart
+from megavlm.rollout.gateway.messages import ChatMessage
 
 
 @dataclass(frozen=True)
 class ChatReply:
-    """A response as the agent sees it. finish: stop, length or tool_calls. num_malformed: Tool
-    calls that cannot be read; all calls are then left in the text.
+    """A response as the agent sees it.
+
+    values: The message as JSON values. message: The same as it is read when it comes back. finish:
+    stop, length or tool_calls. num_malformed: Tool calls that cannot be read; all calls are then
+    left in the text.
     """
 
+    values: Mapping[str, Any]
     message: ChatMessage
     finish: str
     num_malformed: int = 0
-
-    def values(self) -> dict[str, Any]:
-        """Return the message as JSON values."""
-        text = "".join(part.text for part in self.message.parts)
-        values: dict[str, Any] = {"role": "assistant", "content": text}
-        if self.message.thought:
-            values["reasoning_content"] = self.message.thought
-        if self.message.calls:
-            values["content"] = text or None
-            values["tool_calls"] = [_call(*call) for call in self.message.calls]
-        return values
 
 
 def make_reply(
@@ -42,33 +35,27 @@ def make_reply(
     """
     read = read_reply(text, chat)
     schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
-    calls, num_malformed = list[tuple[str, Any]](), 0
+    calls, num_malformed = list[dict[str, Any]](), 0
     for call in read.calls if tools else ():
         try:
             calls.append(_typed(call, schemas))
         except MalformedCall:
             num_malformed += 1
-    is_called = bool(calls) and not num_malformed
-    shown = read.text if is_called else read.answer
-    message = ChatMessage(
-        "assistant",
-        (ChatPart(shown),) if shown else (),
-        tuple(calls) if is_called else (),
-        read.thought,
-    )
-    return ChatReply(
-        message, "tool_calls" if is_called and finish == "stop" else finish, num_malformed
-    )
+    values: dict[str, Any] = {"role": "assistant", "content": read.answer}
+    if read.thought:
+        values["reasoning_content"] = read.thought
+    if is_called := bool(calls) and not num_malformed:
+        values |= {"content": read.text or None, "tool_calls": calls}
+    message = ChatMessage.model_validate({**values, "reasoning_content": read.thought})
+    finish = "tool_calls" if is_called and finish == "stop" else finish
+    return ChatReply(values, message, finish, num_malformed)
 
 
-def _typed(call: ToolCall | MalformedCall, schemas: Mapping[str, Any]) -> tuple[str, Any]:
+def _typed(call: ToolCall | MalformedCall, schemas: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(call, MalformedCall):
         raise call
-    return call.name, call.typed(schemas.get(call.name, {}).get("parameters"))
-
-
-def _call(name: str, arguments: Any) -> dict[str, Any]:
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    arguments = call.typed(schemas.get(call.name, {}).get("parameters"))
+    function = {"name": call.name, "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
@@ -82,7 +69,7 @@ class Completion:
 
     def whole(self) -> dict[str, Any]:
         choices = [
-            {"index": i, "message": reply.values(), "finish_reason": reply.finish, "logprobs": None}
+            {"index": i, "message": reply.values, "finish_reason": reply.finish, "logprobs": None}
             for i, reply in enumerate(self.replies)
         ]
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage}
@@ -91,9 +78,9 @@ class Completion:
         """Yield the completion as chunks of a stream."""
         head = self._head("chat.completion.chunk")
         for index, reply in enumerate(self.replies):
-            values = reply.values()
-            for place, call in enumerate(values.get("tool_calls", ())):
-                call["index"] = place
+            values = dict(reply.values)
+            if calls := values.get("tool_calls"):
+                values["tool_calls"] = [{**call, "index": i} for i, call in enumerate(calls)]
             for delta, finish in ((values, None), ({}, reply.finish)):
                 choice = {"index": index, "delta": delta, "finish_reason": finish}
                 yield {**head, "choices": [choice]}

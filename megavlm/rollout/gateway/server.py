@@ -94,7 +94,8 @@ class GatewayServer:
         completion, calls = await session.answer(asked, is_retry=is_retry)
         try:
             if asked.stream:
-                reply = await _stream(request, completion, with_usage=asked.with_usage)
+                with_usage = bool(asked.stream_options.get("include_usage"))
+                reply = await _stream(request, completion, with_usage=with_usage)
             else:
                 reply = web.json_response(completion.whole())
                 await reply.prepare(request)

@@ -56,9 +56,9 @@ class Call:
     is_extended: bool = False
 
     @property
-    def messages(self) -> tuple[ChatMessage, ...]:
+    def messages(self) -> list[ChatMessage]:
         """The messages with the reply."""
-        return *self.request.messages, self.reply.message
+        return [*self.request.messages, self.reply.message]
 
 
 class GatewaySession:
@@ -87,7 +87,7 @@ class GatewaySession:
         self.ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.counts: Counter[str] = Counter()
         self._calls: list[Call] = []
-        self._rendered: list[tuple[tuple[ChatMessage, ...], tuple[Any, ...], Prompt]] = []
+        self._rendered: list[tuple[list[ChatMessage], list[Any], Prompt]] = []
         self._tree = CallTree()
         self._sampling: set[asyncio.Future[list[Response]]] = set()
         self._num_open = self._reserved = 0  # responses that are sampled now, and their tokens
@@ -201,7 +201,7 @@ class GatewaySession:
             default=None,
         )
         further = messages[len(known.messages) :] if known else messages
-        tools = () if known else request.tools
+        tools = [] if known else request.tools
         row = as_row(self._row, further, tools, self._processor.chat_template.spelled_out)
         try:
             if known is None:
@@ -257,4 +257,5 @@ class GatewaySession:
                 "context_length_exceeded",
             )
         self._tree.add_prompt(0, prompt)
-        return min(limits.max_new_tokens, request.max_tokens or limits.max_new_tokens, left)
+        asked = request.max_completion_tokens or request.max_tokens or left
+        return min(limits.max_new_tokens, asked, left)

@@ -18,9 +18,9 @@ from megavlm.data.processor import Processor, Prompt
 from megavlm.environments.base import ChatFormat
 from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestRefused, RequestTimedOut
-from megavlm.rollout.gateway.messages import read_messages
+from megavlm.rollout.gateway.messages import ChatMessage
 from megavlm.rollout.gateway.parameters import ChatRequest
-from megavlm.rollout.gateway.replies import make_reply
+from megavlm.rollout.gateway.replies import ChatReply, make_reply
 from megavlm.rollout.gateway.server import GatewayServer
 from megavlm.rollout.gateway.session import GatewaySession, SessionLimits
 from tests.conftest import png
@@ -109,6 +109,10 @@ def user(text: str, *images: bytes) -> dict[str, Any]:
 
 def data_url(image: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+
+
+def called(reply: ChatReply) -> list[tuple[str, Any]]:
+    return [(call.function.name, call.function.arguments) for call in reply.message.tool_calls]
 
 
 def ids_of(prompt: Prompt) -> list[int]:
@@ -261,11 +265,11 @@ def test_a_call_may_quote_marks_and_a_malformed_one_is_shown(thought: str) -> No
         '<tool_call>\n{"name": "zoom", "arguments": {"box": "</tool_call> </think>"}}\n</tool_call>'
     )
     reply = make_reply(thought + text, "stop", ChatFormat(), [TOOL])
-    assert reply.message.calls == (("zoom", {"box": "</tool_call> </think>"}),)
-    assert reply.values()["content"] is None and reply.message.thought == ("hm" if thought else "")
+    assert called(reply) == [("zoom", {"box": "</tool_call> </think>"})]
+    assert reply.values["content"] is None and reply.message.thought == ("hm" if thought else "")
     for broken, tools in ((text.replace('"name"', "name"), [TOOL]), (text, [])):
         reply = make_reply(thought + broken, "stop", ChatFormat(), tools)
-        assert reply.values()["content"] == broken, "all of it stays in the text"
+        assert reply.values["content"] == broken, "all of it stays in the text"
         assert (reply.num_malformed, reply.finish) == (len(tools), "stop")
 
 
@@ -284,7 +288,7 @@ def test_the_arguments_of_tags_are_read_by_the_agents_schema(
     tool = {"function": {"name": "zoom", "parameters": {"properties": {"box": schema}}}}
     tags = f"<function=zoom>\n<parameter=box>\n{text}\n</parameter>\n</function>"
     reply = make_reply(f"<tool_call>\n{tags}\n</tool_call>", "stop", ChatFormat("xml"), [tool])
-    assert reply.message.calls == (("zoom", {"box": value}),)
+    assert called(reply) == [("zoom", {"box": value})]
 
 
 def test_streams_have_the_same_content(qwen3: Callable[[str], Processor]) -> None:
@@ -388,38 +392,44 @@ def test_limits_end_an_episodes_calls(processor: Processor) -> None:
     run(agent())
 
 
+def part(**keys: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [keys]}]}
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": "hot", "presence_penalty": 1}, "presence_penalty=1 would change what is"),
-    ({"stop": ["\n"]}, "stop=.* would change what is sampled"),
-    ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice='required' would change"),
-    ({"extra_body": {"top_k": 4}}, "does not know the parameter 'top_k'"),
-    ({"n": 0}, "n=0 must be a number of at least 1"),
-    ({"messages": []}, "at least one message"),
-    ({"messages": [{"role": "robot", "content": ""}]}, r"messages\[0\].role='robot' must be one"),
+    ({"temperature": "hot", "presence_penalty": 1}, "presence_penalty=1: would change what is"),
+    ({"stop": ["\n"]}, "stop=.*: would change what is sampled"),
+    ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice='required': would change"),
+    ({"extra_body": {"top_k": 4}}, "top_k=4: Extra inputs are not permitted"),
+    ({"n": 0}, "n=0: Input should be greater than 0"),
+    ({"messages": []}, r"messages=\[\]: List should have at least 1 item"),
+    ({"messages": ["Hi"]}, r"messages\[0\]='Hi': Input should be a valid dictionary"),
+    ({"messages": [{"role": "robot"}]}, r"messages\[0\].role='robot': Input should be 'system'"),
     ({"messages": [user("?"), {"role": "assistant", "content": "1"}]}, "cannot continue one"),
-    ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "may be text or image_url"),
+    ({"messages": [{**user("?"), "name": 1}]}, r"messages\[0\].name=1: Input should be .* string"),
+    ({"messages": [{**user("?"), "audio": {"id": "a"}}]}, r"audio={'id': 'a'}: Extra inputs"),
+    ({"messages": [{**user("?"), "tool_calls": [TOOL]}]}, "only a message of the assistant"),
+    ({"messages": [{**user("?"), "tool_calls": 1}]}, "tool_calls=1: Input should be .* list"),
+    ({"messages": [{**user("?"), "reasoning_content": {}}]}, "reasoning_content={}: Input should"),
+    (part(type="audio"), r"messages\[0\].content\[0\].type='audio': Input should be 'text'"),
+    (part(type="text"), "the part has no text"),
+    (part(type="image_url", image_url={"url": "http://x/a.png"}), "send the image as a data: URL"),
+    (part(type="image_url", image_url="data:image/png;base64,?"), "the image is not base64"),
     ({"messages": [user("?", b"no image")]}, "image"),
-    ({"tools": [{"type": "function", "name": "zoom"}]}, r"tools\[0\] must be .* a `function`"),
-    ({"tools": [{"function": {"name": "a", "parameters": []}}]}, r"tools\[0\] must be"),
-    ({"tools": "zoom"}, "tools must be a list"),
-    ({"messages": [user("?"), {"role": "assistant", "tool_calls": 1}]}, "must be of type list"),
-    ({"messages": [{**user("?"), "name": 1}]}, r"messages\[0\].name=1 must be of type str"),
+    ({"tools": "zoom"}, "tools='zoom': Input should be a valid list"),
+    ({"tools": [{"type": "function", "name": "zoom"}]}, r"tools\[0\].function: Field required"),
     (
-        {"messages": [{"role": "assistant", "content": "", "reasoning_content": {}}, user("?")]},
-        r"reasoning_content=\{\} must be of type str",
-    ),
-    (
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "image_url", "image_url": {"url": "http://x/a.png"}}],
-                }
-            ]
-        },
-        "downloads nothing; send the image as a data: URL",
+        {"tools": [{"function": {"name": "a", "parameters": []}}]},
+        r"function.parameters=\[\]: Input",
     ),
 ]
+
+
+def test_forms_of_the_same_message_are_equal() -> None:
+    forms = ["1 2", ["1 ", "2"], [{"type": "text", "text": "1 2"}, {"type": "text", "text": ""}]]
+    given = {"role": "developer", "refusal": "", "provider_fields": None}
+    first, *others = (ChatMessage.model_validate({**given, "content": form}) for form in forms)
+    assert first.role == "system" and all(first.equals(other) for other in others)
 
 
 @pytest.mark.parametrize(("options", "problem"), BAD)
@@ -477,7 +487,7 @@ def test_a_reply_that_is_sent_after_the_reward_is_not_trained_on(processor: Proc
     async def agent() -> None:
         async with served(Policy(processor, ["1", "2"])) as gateway:
             await gateway.chat(user("?"))
-            asked = ChatRequest(read_messages([user("!")]), (), 1, None, False, False)
+            asked = ChatRequest.model_validate({"messages": [user("!")]})
             _, calls = await gateway.session.answer(asked, is_retry=False)
             gateway.session.end(0.5)
             gateway.session.sent(calls)
