@@ -152,7 +152,12 @@ def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Number of trainer GPUs (default: the recipe's).")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of trainer GPUs (default: the recipe's); with --servers, of GPUs of a "
+            "rollout node, and rollout.urls are the nodes.",
+        ),
     ] = None,
     memory: Annotated[float, typer.Option(min=1, help="Memory of a GPU, in GB.")] = 80,
     search: Annotated[
@@ -202,9 +207,9 @@ def plan(
         return
     config = changed()
     if servers:
-        from megavlm.run.capacity.servers import server_plan
+        from megavlm.slurm.server_plan import server_plan
 
-        typer.echo(server_plan(config))
+        typer.echo(server_plan(config, gpus))
         return
     if sync:
         from megavlm.run.capacity.weight_updates import weight_update_table

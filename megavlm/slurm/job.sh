@@ -53,15 +53,16 @@ on() { # NODE...
         "${srun_options[@]}" "${in_container[@]}")
 }
 
-# How the recipe's servers start, and where its run directory is. Their addresses follow from the
-# number of GPUs of each; the one given here is a placeholder.
-given=("${overrides[@]}") placeholder=()
+# The run directory, the command of each rollout node and the addresses of its servers.
+given=("${overrides[@]}") placed=()
 if [ "$rollout_nodes" -gt 0 ]; then
-    placeholder=(rollout.mode=external rollout.min_servers=1 "rollout.urls=['http://later:1']")
+    printf -v addresses "'http://%s:$port'," "${servers[@]}"
+    placed=(rollout.mode=external rollout.min_servers=1 "rollout.urls=[${addresses%,}]" --gpus "$server_gpus")
 fi
 on "${nodes[0]}"
-plan=$("${step[@]}" megavlm plan --servers "$recipe" "${overrides[@]}" "${placeholder[@]}")
+plan=$("${step[@]}" megavlm plan --servers "$recipe" "${overrides[@]}" "${placed[@]}")
 eval "$plan"
+if [ "$rollout_nodes" -gt 0 ]; then given+=(rollout.mode=external "rollout.urls=$urls"); fi
 
 # Random keys of this job. They are passed in the environment, which only this user can read, and to
 # SGLang over standard input: arguments are visible to everyone on the node.
@@ -69,26 +70,6 @@ random_key() { od -An -N32 -tx1 /dev/urandom | tr -d ' \n'; }
 MEGAVLM_ROLLOUT_API_KEY=$(random_key)
 MEGAVLM_ROLLOUT_ADMIN_KEY=$(random_key)
 export MEGAVLM_ROLLOUT_API_KEY MEGAVLM_ROLLOUT_ADMIN_KEY
-
-if [ "$rollout_nodes" -gt 0 ]; then
-    # Servers of a node, and nodes of a server.
-    count=$((server_gpus / tensor_parallel)) span=1
-    if [ "$count" -lt 1 ]; then
-        count=1 span=$((tensor_parallel / server_gpus))
-        if ((tensor_parallel % server_gpus || rollout_nodes % span)); then
-            fail "rollout.tensor_parallel=$tensor_parallel on $rollout_nodes rollout nodes (ROLLOUT_NODES) of" \
-                "$server_gpus GPUs: a server of more GPUs than a node has takes whole nodes, so it must be a multiple" \
-                "of their GPUs, and ROLLOUT_NODES a multiple of a server's nodes; change one of them"
-        fi
-    fi
-    urls=()
-    for ((place = 0; place < rollout_nodes; place += span)); do
-        for ((index = 0; index < count; index++)); do
-            urls+=("'http://${servers[place]}:$((port + index))'")
-        done
-    done
-    given+=(rollout.mode=external "rollout.urls=[$(join "${urls[@]}")]")
-fi
 
 # Check before anything starts: the recipe, the files, and the layout against the number of ranks;
 # then that all nodes see the run directory.
@@ -111,18 +92,10 @@ progress() { cat "$run_dir/checkpoints/latest" 2>/dev/null || true; }
 before=$(progress)
 
 server_steps=()
-for ((place = 0; place < rollout_nodes; place++)); do
-    # A server listens on the address that the other nodes use, not on every interface.
-    node=${servers[place]} among=()
-    if [ "$span" -gt 1 ]; then
-        # SGLang takes up to six more ports after this one.
-        among=(--nnodes "$span" --node-rank $((place % span))
-            --dist-init-addr "${servers[place - place % span]}:$((port + 1))")
-    fi
-    on "$node"
-    "${step[@]}" env "${server_environment[@]}" python -P -m megavlm.slurm.servers "$run_dir" "$node" \
-        "$port" "$count" "$tensor_parallel" "${server_arguments[@]}" "${among[@]}" \
-        ${MEM_FRACTION:+--mem-fraction-static "$MEM_FRACTION"} &
+for index in "${!servers[@]}"; do
+    declare -n command=server_$index
+    on "${servers[index]}"
+    "${step[@]}" "${command[@]}" ${MEM_FRACTION:+--mem-fraction-static "$MEM_FRACTION"} &
     server_steps+=($!)
 done
 # The servers end with the trainer, whatever ends it.

@@ -15,6 +15,7 @@ from megavlm.config.dump import to_yaml
 from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.slurm.job import Job
+from megavlm.slurm.server_plan import servers_of_nodes
 
 _environment = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -73,7 +74,8 @@ def _resolve(recipe: Path, overrides: list[str], job: Job) -> Config:
     if job.rollout_nodes:
         any_number = load(recipe, [*overrides, *_addresses(1), "rollout.min_servers=1"])
         ranks = any_number.rollout.tensor_parallel
-        overrides += _addresses(num_servers(ranks, job.rollout_nodes, job.server_gpus))
+        count, span = servers_of_nodes(ranks, job.rollout_nodes, job.server_gpus)
+        overrides += _addresses(job.rollout_nodes // span * count)
     config = load(recipe, overrides)
     ranks = config.rollout.tensor_parallel
     if config.rollout.mode == "managed" and ranks > job.gpus_per_node:
@@ -88,21 +90,3 @@ def _resolve(recipe: Path, overrides: list[str], job: Job) -> Config:
 def _addresses(count: int) -> list[str]:
     urls = ",".join(f"'http://later{index}:1'" for index in range(count))
     return ["rollout.mode=external", f"rollout.urls=[{urls}]"]
-
-
-def num_servers(tensor_parallel: int, nodes: int, gpus: int) -> int:
-    """Return the number of servers on `nodes` rollout nodes with `gpus` GPUs each: several on a
-    node, or each over several whole nodes.
-
-    Raises ValueError if nodes and GPUs do not divide evenly. job.sh checks the same.
-    """
-    if tensor_parallel <= gpus:
-        return nodes * (gpus // tensor_parallel)
-    span = tensor_parallel // gpus
-    if tensor_parallel % gpus or nodes % span:
-        raise ValueError(
-            f"rollout.tensor_parallel={tensor_parallel} on {nodes} rollout nodes of {gpus} GPUs: a "
-            "server of more GPUs than a node has takes whole nodes, so it must be a multiple of "
-            "their GPUs, and --rollout-nodes a multiple of a server's nodes; change one of them"
-        )
-    return nodes // span

@@ -12,7 +12,7 @@ from megavlm.config.load import load
 from megavlm.inference.connect import connect, managed_servers, server_gpus, server_handles
 from megavlm.inference.server_args import ServerOptions
 from megavlm.observability.progress import Progress
-from megavlm.run.capacity.servers import server_plan
+from megavlm.slurm.server_plan import server_plan
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from megavlm.run.capacity.memory import GB  # noqa: E402
 from megavlm.run.capacity.rates import H200_RATES, LOW_RATES, NODE, Rates  # noqa: E402
 from megavlm.run.capacity.time import StepModel  # noqa: E402
 from megavlm.run.capacity.work import StepWork  # noqa: E402
-from megavlm.slurm.launch import num_servers  # noqa: E402
+from megavlm.slurm.server_plan import servers_of_nodes  # noqa: E402
 from tests.gpu import page, serving  # noqa: E402
 from tests.support.releases import released_config  # noqa: E402
 from tests.unit.config.test_recipes import RECIPES, URLS  # noqa: E402
@@ -59,7 +59,8 @@ def cluster(recipe: str) -> Cluster:
     if rollout.colocate:
         assert serving == 0, f"{path}: --rollout-nodes 0"
         return Cluster(nodes * NODE, 0, rollout.servers * nodes, colocate=True)
-    servers = num_servers(rollout.tensor_parallel, serving, NODE)
+    count, span = servers_of_nodes(rollout.tensor_parallel, serving, NODE)
+    servers = serving // span * count
     return Cluster((nodes - serving) * NODE, serving * NODE, servers, colocate=False)
 
 

@@ -1,6 +1,7 @@
 """Batch scripts that `megavlm launch` writes, and what it submits."""
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import yaml
 from megavlm import cli
 from megavlm.config.load import load
 from megavlm.slurm.job import Job
-from megavlm.slurm.launch import batch_script, num_servers
+from megavlm.slurm.launch import batch_script
+from megavlm.slurm.server_plan import server_plan, servers_of_nodes
 
 WriteRecipe = Callable[..., Path]
 
@@ -123,12 +125,35 @@ def test_what_cannot_be(options: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "nodes", "gpus", "servers"),
-    [(8, 3, 8, 3), (4, 3, 8, 6), (3, 2, 8, 4), (16, 4, 8, 2), (16, 2, 8, 1), (8, 4, 2, 1)],
+    [(8, 3, 8, (1, 1)), (3, 2, 8, (2, 1)), (16, 4, 8, (1, 2)), (8, 4, 2, (1, 4))],
 )
 def test_servers_share_a_node_or_take_several(
-    ranks: int, nodes: int, gpus: int, servers: int
+    ranks: int, nodes: int, gpus: int, servers: tuple[int, int]
 ) -> None:
-    assert num_servers(ranks, nodes, gpus) == servers
+    assert servers_of_nodes(ranks, nodes, gpus) == servers
+
+
+def test_commands_of_rollout_nodes(write_recipe: WriteRecipe) -> None:
+    """Two servers of four GPUs on each of two nodes of eight, or one on two nodes of two."""
+    urls = ["http://Node1:100", "http://node2:100"]
+    config = load(write_recipe(rollout={"mode": "external", "urls": urls, "tensor_parallel": 4}))
+
+    def planned(gpus: int) -> dict[str, list[str]]:
+        lines = (line.split("=", 1) for line in server_plan(config, gpus).splitlines())
+        return {name: shlex.split(words.strip("()")) for name, words in lines}
+
+    one, both = planned(8), planned(2)
+    assert one["urls"] == [
+        "['http://Node1:100','http://Node1:101','http://node2:100','http://node2:101']"
+    ]
+    program = ["python", "-P", "-m", "megavlm.slurm.servers", config.run.dir]
+    assert one["server_1"] == [
+        *("env", *one["server_environment"], *program),
+        *("node2", "100", "2", "4", *one["server_arguments"]),
+    ]
+    assert both["urls"] == ["['http://Node1:100']"]
+    among = ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "Node1:101"]
+    assert both["server_1"][-6:] == among and program[-1] in both["server_0"]
 
 
 @pytest.mark.parametrize(
