@@ -35,27 +35,22 @@ def command(
     """
 
     def register(function: Callable[..., None]) -> None:
-        parameters: list[inspect.Parameter] = []
-        groups: dict[str, tuple[Any, list[str]]] = {}
-        for parameter in inspect.signature(function).parameters.values():
-            kind: Any = parameter.annotation
-            if is_dataclass(parameter.annotation):
-                own = inspect.signature(kind).parameters
-                groups[parameter.name] = kind, list(own)
-                parameters += own.values()
-            else:
-                parameters.append(parameter)
+        given = inspect.signature(function).parameters
+        groups: dict[str, Any] = {
+            name: one.annotation for name, one in given.items() if is_dataclass(one.annotation)
+        }
+        fields = {name: inspect.signature(group).parameters for name, group in groups.items()}
 
         def run(**values: Any) -> None:
-            for group, (kind, names) in groups.items():
-                values[group] = kind(**{name: values.pop(name) for name in names})
+            for name, group in groups.items():
+                values[name] = group(**{field: values.pop(field) for field in fields[name]})
             function(**values)
 
-        expanded: Any = run
-        expanded.__doc__ = function.__doc__
-        expanded.__signature__ = inspect.Signature(
-            [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+        flat = [one for name in given for one in fields.get(name, {name: given[name]}).values()]
+        run.__doc__ = function.__doc__
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in flat]
         )
-        app.command(name, epilog=epilog)(expanded)
+        app.command(name, epilog=epilog)(run)
 
     return register
