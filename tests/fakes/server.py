@@ -10,8 +10,10 @@ import socket
 import struct
 import threading
 from collections import deque
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal
+
+from tests.fakes.service import Served
 
 Fault = Literal[
     "500",
@@ -49,10 +51,8 @@ class Refusal(Exception):
         self.status, self.message = status, message
 
 
-class FakeServer:
-    """Context manager. `requests` lists (path, body, authorization) of what came in. A paused one
-    is unhealthy, since SGLang generates a token for /health.
-    """
+class FakeServer(Served):
+    """A paused one is unhealthy, since SGLang generates a token for /health."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class FakeServer:
         only_generate: bool = False,
         device: str = "cuda",
     ) -> None:
+        super().__init__(_Handler, host, port)
         self.script = deque(faults)
         self.only_generate = only_generate
-        self.requests: list[tuple[str, Any, str | None]] = []
         self.prompt_tokens = prompt_tokens
         self.weight_version = weight_version
         self.device = device
@@ -86,21 +86,6 @@ class FakeServer:
         self.works = False  # its counters change whenever they are read
         self.num_used_tokens = 0
         self.is_paused = False
-        self.closed = threading.Event()
-        self._http = _Server((host, port), type("Bound", (_Handler,), {"fake": self}))
-        self._http.daemon_threads = True
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
-        self.url = f"http://{host}:{self._http.server_address[1]}"
-
-    def __enter__(self) -> "FakeServer":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.closed.set()
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
 
     def paths(self) -> list[str]:
         return [path for path, *_ in self.requests]
@@ -176,13 +161,6 @@ class FakeServer:
                 ],
             },
         }
-
-
-class _Server(ThreadingHTTPServer):
-    allow_reuse_address = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # a client that went away in mid-answer
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -1,29 +1,34 @@
-"""An HTTP service that a reward might be computed by, with faults scripted by the test."""
+"""HTTP servers in threads, and one that a reward might be computed by, with scripted faults."""
 
 import json
 import threading
 from collections import deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 Fault = Literal["500", "404", "429", "redirect", "garbage", "endless", "hang"]
 
 
-class FakeService:
-    """Context manager. Answers `answer` as JSON; `requests` holds (path, body, authorization)."""
+class _Server(ThreadingHTTPServer):
+    allow_reuse_address = daemon_threads = True
 
-    def __init__(self, answer: Any, *faults: Fault) -> None:
-        self.answer, self.script = answer, deque(faults)
-        self.retry_after = "0"
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a client that went away in mid-answer
+
+
+class Served:
+    """Context manager: an HTTP server in a thread. `requests` holds (path, body, authorization)."""
+
+    def __init__(
+        self, handler: type[BaseHTTPRequestHandler], host: str = "127.0.0.1", port: int = 0
+    ) -> None:
         self.requests: list[tuple[str, Any, str | None]] = []
         self.closed = threading.Event()
-        handler = type("Bound", (_Handler,), {"fake": self})
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._http.daemon_threads = True
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        self._http = _Server((host, port), type("Bound", (handler,), {"fake": self}))
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
+        self.url = f"http://{host}:{self._http.server_address[1]}"
 
-    def __enter__(self) -> "FakeService":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -32,6 +37,15 @@ class FakeService:
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
+
+
+class FakeService(Served):
+    """Answers `answer` as JSON."""
+
+    def __init__(self, answer: Any, *faults: Fault) -> None:
+        super().__init__(_Handler)
+        self.answer, self.script = answer, deque(faults)
+        self.retry_after = "0"
 
 
 class _Handler(BaseHTTPRequestHandler):

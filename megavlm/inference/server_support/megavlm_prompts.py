@@ -19,27 +19,17 @@ def install() -> None:
     """
     load = BaseMultimodalProcessor.load_mm_data
 
-    async def load_by_ids(
-        self: Any,
-        prompt: Any,
-        multimodal_tokens: Any,
-        image_data: Any = None,
-        video_data: Any = None,
-        audio_data: Any = None,
-        **options: Any,
-    ) -> Any:
-        images, ids = image_data or [], None
+    async def load_by_ids(self: Any, prompt: Any, multimodal_tokens: Any, **given: Any) -> Any:
+        images, ids = given.get("image_data") or [], None
         if (
             isinstance(prompt, list)
-            and not (video_data or audio_data)
+            and not (given.get("video_data") or given.get("audio_data"))
             and not any(isinstance(image, dict) for image in images)  # already processed
             and prompt.count(multimodal_tokens.image_token_id) == len(images)
             and envs.SGLANG_MM_AVOID_RETOKENIZE.get()
         ):
             ids, prompt = prompt, multimodal_tokens.image_token * len(images)
-        loaded = await load(
-            self, prompt, multimodal_tokens, image_data, video_data, audio_data, **options
-        )
+        loaded = await load(self, prompt, multimodal_tokens=multimodal_tokens, **given)
         if ids is not None:
             loaded.input_ids = ids
         return loaded

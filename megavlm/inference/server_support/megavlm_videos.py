@@ -29,24 +29,14 @@ def install() -> None:
     """Make SGLang take a prompt's media as the trainer has processed them."""
     load = BaseMultimodalProcessor.load_mm_data
 
-    async def load_processed(
-        self: Any,
-        prompt: Any,
-        multimodal_tokens: Any,
-        image_data: Any = None,
-        video_data: Any = None,
-        audio_data: Any = None,
-        **options: Any,
-    ) -> Any:
-        for item in video_data or []:
+    async def load_processed(self: Any, prompt: Any, multimodal_tokens: Any, **given: Any) -> Any:
+        for item in given.get("video_data") or []:
             if isinstance(item, str) and item.startswith(BEGIN):
                 token_ids = multimodal_tokens.image_token_id, multimodal_tokens.video_token_id
                 # In a thread, as it takes long to make patches of frames.
                 text = item.removeprefix(BEGIN)
                 return await asyncio.to_thread(processed, prompt, text, token_ids)
-        return await load(
-            self, prompt, multimodal_tokens, image_data, video_data, audio_data, **options
-        )
+        return await load(self, prompt, multimodal_tokens=multimodal_tokens, **given)
 
     BaseMultimodalProcessor.load_mm_data = load_processed
 

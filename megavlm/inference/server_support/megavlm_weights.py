@@ -37,6 +37,8 @@ POLL = 0.2  # seconds between checks for a fault; the end of the work itself is 
 GRACE = 5.0  # seconds for a thread to end after its group was left
 WORDS = 2**21  # words of a checksum that are multiplied at a time, 16 MiB
 Piece = tuple[int, int | None, int, int, int]
+Task = dict[str, Any]
+Load = Callable[[int, int, torch.Tensor], None]  # of a stream's portion
 
 _plans: dict[str, Any] = {}  # by digest: one of what training changes, and one of everything
 _groups: dict[str, dist.ProcessGroup] = {}
@@ -190,7 +192,7 @@ def install() -> None:
     BaseKVCacheMethod.process_weights_after_loading = process_weights_after_loading
 
 
-def _connect(task: dict[str, Any], use: str) -> dist.TCPStore:
+def _connect(task: Task, use: str) -> dist.TCPStore:
     key = task["host"], task["port"], use
     if key not in _stores:
         for old in [old for old in _stores if old[:2] != key[:2]]:  # of an earlier run
@@ -200,9 +202,7 @@ def _connect(task: dict[str, Any], use: str) -> dist.TCPStore:
     return _stores[key]
 
 
-def _receive(
-    model: Any, task: dict[str, Any], inference: bool, answers: list[dict[str, Any]]
-) -> None:
+def _receive(model: Any, task: Task, inference: bool, answers: list[dict[str, Any]]) -> None:
     """Receive and load all portions, and append the answer. inference: True if SGLang's thread is
     in inference mode.
     """
@@ -223,7 +223,7 @@ def _receive(
         answers.append({"error": text})
 
 
-def _plan(task: dict[str, Any]) -> Any:
+def _plan(task: Task) -> Any:
     digest = task["plan"]
     if "content" in task:
         while len(_plans) > 1:
@@ -332,11 +332,7 @@ class _Update:
 
 
 def _from_memory(
-    task: dict[str, Any],
-    plan: Any,
-    store: dist.Store,
-    device: torch.device,
-    load: Callable[[int, int, torch.Tensor], None],
+    task: Task, plan: Any, store: dist.Store, device: torch.device, load: Load
 ) -> None:
     """Load portions from the senders' memory: each sender has two buffers, says which portion is
     ready, and is told that it has been read.
@@ -386,13 +382,7 @@ def _opened(place: Any, device: torch.device) -> torch.Tensor:
     return flat.view(2, place["bytes"])
 
 
-def _by_network(
-    task: dict[str, Any],
-    plan: Any,
-    store: dist.Store,
-    device: torch.device,
-    load: Callable[[int, int, torch.Tensor], None],
-) -> None:
+def _by_network(task: Task, plan: Any, store: dist.Store, device: torch.device, load: Load) -> None:
     """Receive portions in a process group with the senders, one while the portion before is
     loaded.
     """
