@@ -153,11 +153,7 @@ def plan(
     overrides: Overrides = None,
     gpus: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Number of trainer GPUs (default: the recipe's); with --servers, of GPUs of a "
-            "rollout node, and rollout.urls are the nodes.",
-        ),
+        typer.Option(min=1, help="GPUs: the trainer's (default: the recipe's) or a server node's."),
     ] = None,
     memory: Annotated[float, typer.Option(min=1, help="Memory of a GPU, in GB.")] = 80,
     search: Annotated[

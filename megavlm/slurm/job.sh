@@ -27,8 +27,6 @@ max_requeues=${MAX_REQUEUES:-10}
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 export SLURM_EXPORT_ENV=ALL SLURM_KILL_BAD_EXIT=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-fail() { echo "megavlm: $*" >&2; exit 2; }
-
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
     mapfile -t servers < <(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1")
@@ -37,7 +35,8 @@ if [ "${SLURM_HET_SIZE:-1}" -gt 1 ]; then
 fi
 trainer_nodes=$((${#nodes[@]} - rollout_nodes))
 if [ "$trainer_nodes" -lt 1 ]; then
-    fail "${#nodes[@]} nodes cannot hold $rollout_nodes rollout nodes (ROLLOUT_NODES) and a trainer"
+    echo "megavlm: ${#nodes[@]} nodes cannot hold $rollout_nodes rollout nodes (ROLLOUT_NODES) and a trainer" >&2
+    exit 2
 fi
 trainers=("${nodes[@]:0:trainer_nodes}") servers=("${nodes[@]:trainer_nodes}")
 join() { local IFS=,; echo "$*"; }
@@ -53,16 +52,16 @@ on() { # NODE...
         "${srun_options[@]}" "${in_container[@]}")
 }
 
-# The run directory, the command of each rollout node and the addresses of its servers.
-given=("${overrides[@]}") placed=()
+# The run directory, the command of each rollout node (server_0, ...) and the servers' addresses.
+addresses=() placed=()
 if [ "$rollout_nodes" -gt 0 ]; then
-    printf -v addresses "'http://%s:$port'," "${servers[@]}"
-    placed=(rollout.mode=external rollout.min_servers=1 "rollout.urls=[${addresses%,}]" --gpus "$server_gpus")
+    printf -v urls "'http://%s:$port'," "${servers[@]}"
+    placed=(rollout.mode=external rollout.min_servers=1 "rollout.urls=[${urls%,}]" --gpus "$server_gpus")
 fi
 on "${nodes[0]}"
 plan=$("${step[@]}" megavlm plan --servers "$recipe" "${overrides[@]}" "${placed[@]}")
 eval "$plan"
-if [ "$rollout_nodes" -gt 0 ]; then given+=(rollout.mode=external "rollout.urls=$urls"); fi
+given=("${overrides[@]}" "${addresses[@]}")
 
 # Random keys of this job. They are passed in the environment, which only this user can read, and to
 # SGLang over standard input: arguments are visible to everyone on the node.

@@ -13,7 +13,7 @@ def server_plan(config: Config, gpus: int | None = None) -> str:
     and SGLang's arguments except address and GPUs.
 
     gpus: GPUs of a rollout node. If given, `rollout.urls` are the nodes, each with its first port,
-    and the addresses of the servers and the command of each node are assigned, too.
+    and the overrides with the servers' addresses and the command of each node are assigned, too.
     """
     options = ServerOptions.from_config(config, config.model.folder, "cuda")
     variables = options.variables() | {EXPOSE_ENVIRONMENT: "1"}
@@ -32,7 +32,7 @@ def server_plan(config: Config, gpus: int | None = None) -> str:
     count, span = servers_of_nodes(ranks, len(nodes), gpus)
     addresses = [(host, int(port) + i) for host, port in nodes[::span] for i in range(count)]
     urls = ",".join(f"'http://{host}:{port}'" for host, port in addresses)
-    lines.append(f"urls={shlex.quote(f'[{urls}]')}")
+    lines.append(_array("addresses", ["rollout.mode=external", f"rollout.urls=[{urls}]"]))
     for index, (node, port) in enumerate(nodes):
         # A server listens on the address that the other nodes use, not on every interface.
         words = [config.run.dir, node, port, count, ranks, *arguments]
@@ -51,16 +51,14 @@ def servers_of_nodes(tensor_parallel: int, nodes: int, gpus: int) -> tuple[int, 
 
     Raises ValueError if `nodes` nodes and their GPUs do not divide evenly.
     """
-    if tensor_parallel <= gpus:
-        return gpus // tensor_parallel, 1
-    span = tensor_parallel // gpus
-    if tensor_parallel % gpus or nodes % span:
+    count, span = max(gpus // tensor_parallel, 1), max(tensor_parallel // gpus, 1)
+    if tensor_parallel > gpus and (tensor_parallel % gpus or nodes % span):
         raise ValueError(
             f"rollout.tensor_parallel={tensor_parallel} on {nodes} rollout nodes of {gpus} GPUs: a "
             "server of more GPUs than a node has takes whole nodes, so it must be a multiple of "
             "their GPUs, and the rollout nodes a multiple of a server's nodes; change one of them"
         )
-    return 1, span
+    return count, span
 
 
 def _array(name: str, words: Iterable[str]) -> str:

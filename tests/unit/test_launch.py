@@ -26,7 +26,7 @@ NOTE = 'printf "%s\\n" "$(basename "$0") $*" >> "$NOTES"\n'
 PROGRAMS = {
     "scontrol": NOTE + "printf 'node0\\nnode1\\nnode2\\n'\n",
     "megavlm": NOTE
-    + 'if [ "$1" = plan ]; then echo "$PLAN"; exit; fi\n'
+    + 'case "$*" in plan*--gpus*) echo "$PLAN"; exit;; plan*) echo "$PLAN" | head -1; exit;; esac\n'
     + 'case "$*" in *--dry-run)\n'
     + '    echo "WORLD_SIZE=$WORLD_SIZE" >> "$NOTES"; exit ${MEGAVLM_CODE:-0};; esac\n'
     + 'for file in ${UNTIL:-}; do until [ -s "$file" ]; do sleep 0.05; done; done\n'
@@ -48,7 +48,7 @@ with open(os.environ["NOTES"] + ".servers." + sys.argv[5], "w") as notes:
 signal.sigwait([signal.SIGUSR2])
 """
 PLAN = """run_dir=RUN_DIR
-urls="['http://node2:1','http://node2:2']"
+addresses=(rollout.mode=external "rollout.urls=['http://node2:1','http://node2:2']")
 server_0=(env SGLANG_X=' 0 ' python -P -m megavlm.slurm.servers RUN_DIR node2 --model 'm m')"""
 
 

@@ -143,15 +143,14 @@ def test_commands_of_rollout_nodes(write_recipe: WriteRecipe) -> None:
         return {name: shlex.split(words.strip("()")) for name, words in lines}
 
     one, both = planned(8), planned(2)
-    assert one["urls"] == [
-        "['http://Node1:100','http://Node1:101','http://node2:100','http://node2:101']"
-    ]
+    urls = "'http://Node1:100','http://Node1:101','http://node2:100','http://node2:101'"
+    assert one["addresses"] == ["rollout.mode=external", f"rollout.urls=[{urls}]"]
     program = ["python", "-P", "-m", "megavlm.slurm.servers", config.run.dir]
     assert one["server_1"] == [
         *("env", *one["server_environment"], *program),
         *("node2", "100", "2", "4", *one["server_arguments"]),
     ]
-    assert both["urls"] == ["['http://Node1:100']"]
+    assert both["addresses"][1] == "rollout.urls=['http://Node1:100']"
     among = ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "Node1:101"]
     assert both["server_1"][-6:] == among and program[-1] in both["server_0"]
 
