@@ -9,7 +9,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from megavlm.families import family, quantization
+from megavlm.families import check_unquantised, family
 
 # The values of these keys must be at least 1 wherever they appear.
 _COUNTS = {
@@ -37,11 +37,7 @@ def read_config(folder: Path) -> Any:
         family(model_type)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    if method := quantization(values):
-        raise ValueError(
-            f"{path} describes quantised weights ({method}), which are neither trained nor "
-            "converted: take the model in bfloat16."
-        )
+    check_unquantised(values, path)
     _check(path, values)
     try:
         return AutoConfig.from_pretrained(folder)

@@ -14,9 +14,9 @@ from checkpoint_tools.safetensors_io import UnmappedHFFolder
 from megavlm.checkpointing.checksums import first_difference, size_difference
 from megavlm.checkpointing.folder import (
     HF_FILES,
-    PEFT_CONFIG,
     Manifest,
     check_hf_files,
+    check_no_adapters,
     experts_form,
     is_checkpoint,
     locate_step,
@@ -129,11 +129,8 @@ def hub_weights(
     entries = family(config.model_type).mapping(config)
     tensors = HubTensors(entries, source, experts)
     check_files(path)
-    if not without_adapters and (path / PEFT_CONFIG).is_file():
-        raise ValueError(
-            f"{path} holds adapters beside its model: merge them (megavlm-convert lora-merge "
-            f"{path} OUTPUT --adapter {path}) or move them away."
-        )
+    if not without_adapters:
+        check_no_adapters(path)
     groups = by_key(entries)
     dtypes = {key: tensors.dtype(group) for key, group in groups.items()}
     return Weights(path, path, config, groups, dtypes, tensors.read, experts=tensors.form)

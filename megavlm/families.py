@@ -142,12 +142,14 @@ FAMILIES = {
 UNTRAINED = ("mtp.",)
 
 
-def quantization(values: Mapping[str, Any]) -> str | None:
-    """Return the quantisation method that a config.json names, or None if there is none."""
-    settings = values.get("quantization_config")
-    if settings is None:
-        return None
-    return str(settings.get("quant_method") if isinstance(settings, Mapping) else settings)
+def check_unquantised(values: Mapping[str, Any], path: Path) -> None:
+    """Raise ValueError if a config.json names a quantisation. path: Its file or folder."""
+    if (settings := values.get("quantization_config")) is not None:
+        method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+        raise ValueError(
+            f"{path} describes quantised weights ({method}), which are neither trained nor "
+            "converted: take the model in bfloat16."
+        )
 
 
 def family(model_type: Any) -> Family:

@@ -130,6 +130,15 @@ def is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).is_file() or bool(complete_steps(path))
 
 
+def check_no_adapters(folder: Path) -> None:
+    """Raise ValueError if adapters are in the folder of a model. transformers would load them."""
+    if (folder / PEFT_CONFIG).is_file():
+        raise ValueError(
+            f"{folder} holds adapters beside its model, which would be ignored: merge them "
+            f"(megavlm-convert lora-merge {folder} OUTPUT --adapter {folder}) or move them away."
+        )
+
+
 def latest_step(folder: str | Path) -> int | None:
     """Return the step to resume from, None if no step is complete.
 

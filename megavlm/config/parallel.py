@@ -1,6 +1,8 @@
 """The `parallel` section: ranks per axis of the trainer's layout."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from megavlm.config.section import Section, bounded
 
@@ -82,9 +84,19 @@ class Parallel(Section):
                         f"parallel.{key}={value} is about pipeline stages, but "
                         "parallel.pipeline=1 has none: remove it or raise parallel.pipeline"
                     )
-        if self.data is not None and self.num_ranks % self.expert_ranks:
+        if self.data is not None:
+            check_world(self, self.num_ranks)
+
+
+def check_world(layout: Any, world_size: int) -> None:
+    """Raise ValueError if `world_size` ranks cannot be arranged in the layout. layout: Has the axes
+    of Parallel.
+    """
+    for axes in (("tensor", "context", "pipeline"), ("expert", "expert_tensor", "pipeline")):
+        sizes = [getattr(layout, axis) for axis in axes]
+        if world_size % math.prod(sizes):
+            product = " x ".join(f"parallel.{a}={n}" for a, n in zip(axes, sizes, strict=True))
             raise ValueError(
-                f"parallel.expert={self.expert} x parallel.expert_tensor={self.expert_tensor} "
-                f"x parallel.pipeline={self.pipeline} does not divide the {self.num_ranks} "
-                "ranks of the other axes: change one of them or raise parallel.data"
+                f"{product} does not divide the world size {world_size}: "
+                f"start a multiple of {math.prod(sizes)} ranks or change the layout"
             )

@@ -12,6 +12,16 @@ Values = Mapping[str, Any]
 _PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json")
 
 
+def check_pickles(folder: Path) -> None:
+    """Raise ValueError if a folder has weights in no form but as pickles."""
+    names = [path.name for kind in ("*.bin", "*.pt", "*.pth") for path in folder.glob(kind)]
+    if names and not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"{folder} holds pickled weights ({min(names)}), which can run any code when they are "
+            "loaded: if you trust them, save them as safetensors (save_pretrained in transformers)."
+        )
+
+
 def check_files(folder: Path) -> None:
     """Raise ValueError if a processor, the tokenizer or generation_config.json of a folder
     contradicts its config.json. A value that a file leaves out contradicts nothing.

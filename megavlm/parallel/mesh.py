@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megavlm.config.parallel import Parallel
+from megavlm.config.parallel import Parallel, check_world
 from megavlm.parallel import platform
 
 ShardAxis = Literal["tensor", "expert_tensor"]
@@ -132,28 +132,6 @@ def own_store() -> dist.Store:
     """Return a new connection to the ranks' store, for the use of one thread."""
     store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     return store
-
-
-def check_world(layout: Layout, world_size: int) -> None:
-    """Raise ValueError if `world_size` ranks cannot be arranged in the layout."""
-    if world_size % layout.model_size:
-        raise ValueError(
-            f"parallel.tensor={layout.tensor} x parallel.context={layout.context} x "
-            f"parallel.pipeline={layout.pipeline} does not divide the world size {world_size}: "
-            f"start a multiple of {layout.model_size} ranks."
-        )
-    experts = layout.expert * layout.expert_tensor * layout.pipeline
-    if world_size % experts:
-        raise ValueError(
-            f"parallel.expert={layout.expert} x parallel.expert_tensor={layout.expert_tensor} x "
-            f"parallel.pipeline={layout.pipeline} does not divide the world size {world_size}: "
-            f"start a multiple of {experts} ranks."
-        )
-    if layout.virtual > 1 and layout.pipeline == 1:
-        raise ValueError(
-            f"parallel.virtual={layout.virtual} splits pipeline stages, but parallel.pipeline=1 "
-            "has none: set parallel.virtual=1 or raise parallel.pipeline."
-        )
 
 
 def build_mesh(

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megavlm import git_lfs
+from megavlm.models.folder_files import check_pickles
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -111,14 +112,7 @@ def _weight_files(folder: Path) -> list[Path]:
             raise ValueError(f"{path} is missing: {INDEX} places {count} tensors in it.")
     if paths:
         return paths
-    pickles = sorted(
-        path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
-    )
-    if pickles:
-        raise ValueError(
-            f"{folder} holds pickled weights ({pickles[0]}), which can run code when read: "
-            f"convert them to safetensors."
-        )
+    check_pickles(folder)
     raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}.")
 
 

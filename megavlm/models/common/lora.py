@@ -39,13 +39,6 @@ def add_adapters(model: VisionLanguageModel, settings: LoRA, *, seed: int = 0) -
     names = linear_names(model.config, tower)
     chosen = choose(settings.targets, names, has_tower=tower is not None)
     found = list(sites(model, chosen))
-    in_tower = any(site.placement.cut is None for site in found)
-    if in_tower and settings.dropout and tower is not None and tower.recompute:
-        raise ValueError(
-            f"lora.dropout={settings.dropout} with adapters in the tower does not go with its "
-            f"recomputation, which would drop other entries: set lora.dropout=0 or "
-            "recompute.tower=false."
-        )
     model.requires_grad_(False)
     if model.value_head is not None:
         model.value_head.requires_grad_(True)  # it starts at zero and must be trained

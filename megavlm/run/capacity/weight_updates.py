@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from megavlm.config.parallel import check_world
 from megavlm.config.schema import Config
 from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.families import family
@@ -17,7 +18,7 @@ from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.layout_rules import check_model_layout
 from megavlm.models.common.mapping import Entry, Shape
-from megavlm.parallel.mesh import Layout, check_world
+from megavlm.parallel.mesh import Layout
 from megavlm.run.capacity.rates import NODE
 from megavlm.weight_sync.block_fp8 import VALUES
 from megavlm.weight_sync.lora import adapter_bytes

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.config.algorithm import PolicyOptimization, replays_routing
+from megavlm.config.parallel import check_world
 from megavlm.config.schema import Config
 from megavlm.families import family
 from megavlm.inference.server_args import FP8_BLOCK
@@ -20,27 +21,12 @@ def check_ranks(config: Config, world_size: int) -> None:
     """
     parallel = config.parallel
     size, data = parallel.model_size, parallel.data
-    axes = " x ".join(
-        f"parallel.{axis}={getattr(parallel, axis)}"
-        for axis in ("tensor", "context", "pipeline")
-        if axis == "tensor" or getattr(parallel, axis) > 1
-    )
-    if world_size % size:
-        raise ValueError(
-            f"{axes} does not divide the world size {world_size}: "
-            f"start a multiple of {size} ranks or change the layout"
-        )
+    check_world(parallel, world_size)
     if data is not None and size * data != world_size:
         raise ValueError(
-            f"{axes} x parallel.data={data} is {size * data} ranks, but the "
-            f"world size is {world_size}: start {size * data} ranks, or set parallel.data=null "
-            "to take what there is"
-        )
-    if world_size % parallel.expert_ranks:
-        raise ValueError(
-            f"parallel.expert={parallel.expert} x parallel.expert_tensor={parallel.expert_tensor} "
-            f"x parallel.pipeline={parallel.pipeline} does not divide the world size {world_size}: "
-            f"start a multiple of {parallel.expert_ranks} ranks or change the layout"
+            f"parallel.data={data} x parallel.tensor x parallel.context x parallel.pipeline is "
+            f"{size * data} ranks, but the world size is {world_size}: start {size * data} ranks, "
+            "or set parallel.data=null to take what there is"
         )
     algorithm, ranks = config.algorithm, world_size // size
     if isinstance(algorithm, PolicyOptimization):

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from megavlm import git_lfs
 from megavlm.checkpointing.folder import (
     MANIFEST,
-    PEFT_CONFIG,
     check_family,
+    check_no_adapters,
     is_checkpoint,
     locate_step,
     saved_config,
@@ -24,8 +24,8 @@ from megavlm.checkpointing.untrained import untrained_tensors
 from megavlm.config.algorithm import DataTraining
 from megavlm.config.schema import Config
 from megavlm.demo_folder import demo_command
-from megavlm.families import FAMILIES, family, quantization
-from megavlm.models.folder_files import check_files
+from megavlm.families import FAMILIES, check_unquantised, family
+from megavlm.models.folder_files import check_files, check_pickles
 from megavlm.run.checks.layout import Values, check_sizes
 
 # Suffixes of the config.json values that determine shapes of tensors.
@@ -46,11 +46,13 @@ def check_model(folder: Path, config: Config) -> Values:
             f"model.folder={folder} holds a model of type {model_type!r}, which is not supported: "
             f"use one of {', '.join(FAMILIES)}"
         )
-    if method := quantization(values):
-        raise ValueError(
-            f"model.folder={folder} holds quantised weights ({method}), which cannot be trained: "
-            "take the model in bfloat16"
-        )
+    try:
+        check_unquantised(values, folder)
+        check_no_adapters(folder)
+        check_pickles(folder)
+        check_files(folder)
+    except ValueError as error:
+        raise ValueError(f"model.folder: {str(error).removesuffix('.')}") from error
     check_sizes(config, values, folder)
     if not isinstance(config.algorithm, DataTraining):
         _check_served(folder, values)
@@ -60,12 +62,6 @@ def check_model(folder: Path, config: Config) -> Values:
             f"rollout.server_args.speculative_algorithm={config.rollout.draft_algorithm} drafts "
             f"with the head mtp.* of Qwen3.5, but model.folder={folder} has no such tensors: take "
             "a folder with them, or remove it"
-        )
-    if (folder / PEFT_CONFIG).is_file():
-        raise ValueError(
-            f"model.folder={folder} holds adapters beside its model, which would be ignored: "
-            f"merge them (megavlm-convert lora-merge {folder} OUTPUT --adapter {folder}), or move "
-            "them away"
         )
     if not (folder / "tokenizer.json").is_file() and not (
         (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
@@ -80,10 +76,6 @@ def check_model(folder: Path, config: Config) -> Values:
             f"model.folder={folder} has no image processor ({' or '.join(names)}): "
             "copy it from where the model came from"
         )
-    try:
-        check_files(folder)
-    except ValueError as error:
-        raise ValueError(f"model.folder: {str(error).removesuffix('.')}") from error
     return values
 
 
@@ -134,13 +126,6 @@ def check_weights(folder: Path) -> None:
     Reads only the headers.
     """
     shards = sorted(folder.glob("*.safetensors"))
-    pickles = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
-    if not shards and pickles:
-        raise ValueError(
-            f"model.folder={folder} holds pickled weights ({sorted(pickles)[0].name}), which can "
-            "run any code when they are loaded: if you trust them, save them as safetensors "
-            "(save_pretrained in transformers)"
-        )
     if not shards:
         raise ValueError(f"model.folder={folder} has no *.safetensors: give a complete model")
     index = "model.safetensors.index.json"

@@ -165,7 +165,7 @@ CASES = {
     "missing shard": (lose_a_shard, r"part-1\.safetensors is missing: .* places \d+ tensors in it"),
     "missing in shard": (lose_a_tensor_of_a_shard, r"part-0\.safetensors does not hold .*\.weight"),
     "truncated": (truncate, r"model\.safetensors is not a complete safetensors file"),
-    "pickle": (pickle, r"pytorch_model\.bin.* can run code when read: convert them to safetensors"),
+    "pickle": (pickle, r"pytorch_model\.bin.* can run any code when they are loaded"),
     "unknown key": (
         lambda hf: rewrite(hf, lambda tensors: tensors.update(extra=torch.ones(2))),
         r"extra in .*model\.safetensors is not a tensor of the model that its config\.json",

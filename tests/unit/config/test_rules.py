@@ -1,18 +1,24 @@
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
 
+from megavlm.config.checkpoint import CRITIC, POLICY, SUPERVISED, nearest_metrics
+from megavlm.config.evaluation import MEASURES
 from megavlm.config.load import load
 from megavlm.config.model import Model
 from megavlm.config.schema import Config
+from tests.support.glossary import entries, unexplained
 
 BASE = {"run": {"dir": "x"}, "model": {"folder": "m"}}
 SFT = "algorithm.name=sft"
 DPO = ("algorithm.name=dpo", "data.rejected_key=rejected")
 TEACHER = "distillation.urls=[http://node:30000]"
 FILES = "data.test_files=[t]"
+KEEP = ("checkpoint.every=10", "checkpoint.keep_last=2")
+GREEDY = (FILES, "checkpoint.best_metric=evaluation/greedy")
 
 # Overrides that break one rule, and what its sentence says.
 BROKEN = {
@@ -197,12 +203,12 @@ BROKEN = {
         "parallel.tensor=2",
         "parallel.data=3",
         "parallel.expert=4",
-    ): "parallel.expert=4 x parallel.expert_tensor=1 x parallel.pipeline=1 does not divide the 6",
+    ): "parallel.expert=4 x parallel.expert_tensor=1 x parallel.pipeline=1 does not divide",
     (
         "parallel.pipeline=2",
         "parallel.data=2",
         "parallel.expert_tensor=4",
-    ): "parallel.expert_tensor=4 x parallel.pipeline=2 does not divide the 4 ranks of the other",
+    ): "parallel.expert_tensor=4 x parallel.pipeline=2 does not divide the world size 4",
     ("model.attention=flash",): "model.attention=flash does not compute in model.dtype=float32",
     ("model.attention=transformer_engine",): "set model.dtype=bfloat16, or model.attention to sdpa",
     (
@@ -368,6 +374,38 @@ BROKEN = {
     ): "rollout.router=http://b:1 passes on only the keys that it knows: set the first to false",
     ("evaluation.every=1",): "evaluation.every=1 needs questions to evaluate on",
     ("evaluation.after=true",): "evaluation.after=true needs questions to evaluate on",
+    ("checkpoint.verify_export=true",): "has nothing to verify with checkpoint.export_hf=false",
+    ("checkpoint.keep_last=0",): "checkpoint.keep_last=0 is out of range: set it to a number at l",
+    ("checkpoint.keep_every=0", *KEEP): "checkpoint.keep_every=0 is out of range",
+    ("checkpoint.step=-1",): "checkpoint.step=-1 is out of range",
+    ("checkpoint.best_mode=highest",): "has the wrong type: it must be one of max, min",
+    ("checkpoint.async=true",): "unknown key checkpoint.async: did you mean checkpoint.async_save?",
+    ("checkpoint.step=4", "run.resume=never"): "but run.resume=never resumes from none: remove one",
+    (
+        "checkpoint.every=10",
+        "checkpoint.keep_every=20",
+        "checkpoint.keep_last=null",
+    ): "checkpoint.keep_last=null deletes none: set checkpoint.keep_last, or remove it",
+    (
+        *KEEP,
+        "checkpoint.keep_every=25",
+    ): "checkpoint.keep_every=25 must be a multiple of checkpoint.every=10",
+    (
+        "checkpoint.keep_last=1",
+        "checkpoint.keep_every=5",
+    ): "checkpoint.keep_every=5 must be a multiple of checkpoint.every=20",
+    (
+        "checkpoint.best_metric=rewards",
+    ): "checkpoint.best_metric=rewards is not a metric of training steps: choose one of",
+    ("checkpoint.best_metric=evaluation/loss",): "choose one of evaluation/greedy, evaluation/samp",
+    (
+        "checkpoint.best_metric=evaluation/shuffled/count",
+        FILES,
+        "evaluation.every=5",
+        "evaluation.shuffled=false",
+    ): "is not measured with evaluation.shuffled=false",
+    (*GREEDY,): "checkpoint.best_metric=evaluation/greedy needs evaluations of saved steps",
+    (*GREEDY, "evaluation.before=true"): "set evaluation.every to checkpoint.every",
 }
 
 KEPT = [
@@ -425,6 +463,11 @@ KEPT = [
     ("optimizer.warmup_steps=40", "optimizer.min_lr=1e-6"),
     ("optimizer.clip_grad=0",),
     ("checkpoint.verify_export=true", "checkpoint.export_hf=true"),
+    (*KEEP, "checkpoint.keep_every=20", *GREEDY, "evaluation.every=10"),
+    (*GREEDY, "evaluation.after=true"),
+    ("checkpoint.best_metric=reward/part/a",),
+    ("checkpoint.best_metric=loss", "checkpoint.best_mode=min", "checkpoint.keep_last=1"),
+    ("checkpoint.step=0", "checkpoint.async_save=false"),
 ]
 
 
@@ -509,3 +552,15 @@ def test_a_run_has_as_many_ranks_as_its_axes_make(
     recipe: Path, overrides: list[str], ranks: int
 ) -> None:
     assert load(recipe, overrides).parallel.num_ranks == ranks
+
+
+def test_the_names_of_metrics_are_those_that_the_reference_explains() -> None:
+    written = [name for name in entries() if name not in ("step", "time")]
+    assert [name for name in written if nearest_metrics(name)] == []
+    assert unexplained({*SUPERVISED, *POLICY, *CRITIC}) == set()
+
+
+def test_the_measures_are_those_of_an_evaluation() -> None:
+    from megavlm.evaluation.result import EvaluationResult
+
+    assert [item.name for item in fields(EvaluationResult)] == [*MEASURES, "seconds", "failures"]

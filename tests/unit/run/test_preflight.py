@@ -73,7 +73,7 @@ def _missing_shard(folder: Path) -> None:
             lambda folder: (folder / "config.json").write_text(
                 json.dumps({**TINY_CONFIG, "quantization_config": {"quant_method": "fp8"}})
             ),
-            "holds quantised weights (fp8), which cannot be trained: take the model in bfloat16",
+            "describes quantised weights (fp8), which are neither trained nor converted",
         ),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_policy_loss_and_an_estimator_are_found_before_anything_starts(
 @pytest.mark.parametrize(
     ("overrides", "world_size", "message"),
     [
-        (["parallel.tensor=2"], 3, "parallel.tensor=2 does not divide the world size 3"),
+        (["parallel.tensor=2"], 3, "parallel.pipeline=1 does not divide the world size 3"),
         (
             ["parallel.tensor=2", "parallel.context=2", "parallel.pipeline=2"],
             12,
