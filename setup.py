@@ -62,8 +62,6 @@ setup(
         "linear-attention": ["fla-core>=0.6,<0.7"],
         # Experiment trackers (run.trackers).
         "wandb": ["wandb>=0.20"],
-        "swanlab": ["swanlab>=0.10"],
-        "mlflow": ["mlflow-skinny>=3.0"],
         # Video files in the data; videos stored as frames need no package.
         "video": [
             "av>=18",

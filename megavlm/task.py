@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megavlm.config.import_path import import_module, import_object
+from megavlm.import_path import import_module, import_object
 
 SINGLE_TURN = "megavlm.environments.single_turn:SingleTurn"
 BUILT_IN_TASKS = {

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megavlm.config.algorithm import GRPO, PolicyOptimization
-from megavlm.config.import_path import IMPORT_PATH, import_module
+from megavlm.import_path import IMPORT_PATH, import_module
 
 if TYPE_CHECKING:
     from megavlm.algorithms.advantages import Estimator

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megavlm.config.section import MISSING, Section, bounded
-
-TRACKERS = ("wandb", "swanlab", "mlflow")
+from megavlm.import_path import IMPORT_PATH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +32,9 @@ class RunConfig(Section):
 
     trackers: tuple[str, ...] = ()
     """Experiment trackers that get the metrics, evaluations, configuration and sampled images in
-    addition to TensorBoard: `wandb`, `swanlab`, `mlflow`, each installed as an extra of megavlm.
-    Set their addresses, keys and projects by their environment variables. A tracker that fails does
+    addition to TensorBoard: `wandb`, an extra of megavlm, or a class by its import path,
+    `package.module:Class`. The guide to watching a run has classes for SwanLab and MLflow. Set
+    addresses, keys and projects by environment variables of the packages. A tracker that fails does
     not end the run (metric `tracker_failures`)."""
 
     timeout: float = bounded(24.0, above=0.0)
@@ -59,8 +59,8 @@ class RunConfig(Section):
 
     def check(self) -> None:
         for name in self.trackers:
-            if name not in TRACKERS:
+            if name != "wandb" and not IMPORT_PATH.fullmatch(name):
                 raise ValueError(
-                    f"run.trackers names {name!r}, but there are {', '.join(TRACKERS)}: "
-                    "take these, or none"
+                    f"run.trackers names {name!r}: take wandb, or a class by its import path, "
+                    "package.module:Class; docs/guides/watching.md has SwanLab's and MLflow's"
                 )

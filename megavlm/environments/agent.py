@@ -20,8 +20,8 @@ from typing import Any
 
 from PIL import Image as Picture
 
-from megavlm.config.import_path import import_object
 from megavlm.environments.base import Context, Observation, Step, scored
+from megavlm.import_path import import_object
 from megavlm.limited.wire import json_bytes
 from megavlm.rewards.base import Example
 

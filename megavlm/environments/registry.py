@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from megavlm.config.import_path import IMPORT_PATH, import_object
 from megavlm.environments.agent import GATEWAY
 from megavlm.environments.base import Context, Environment
+from megavlm.import_path import IMPORT_PATH, import_object
 from megavlm.task import SINGLE_TURN, built_in_tasks, find_task
 
 _AGENT = "megavlm.environments.agent:Agent"

@@ -1,4 +1,4 @@
-"""Experiment trackers in addition to TensorBoard: Weights & Biases, SwanLab and MLflow.
+"""Experiment trackers in addition to TensorBoard: Weights & Biases, and classes of a user.
 
 Each tracker works in its own thread, so that a slow network delays no step, and an error of a
 tracker cannot end a run. The environment variables of the trackers' packages set where they write
@@ -6,12 +6,10 @@ and with which key.
 """
 
 import importlib
-import importlib.util
 import json
 import logging
 import math
 import os
-import re
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +18,11 @@ from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from typing import Any, Protocol
 
-from PIL import Image
-
+from megavlm.import_path import import_object
 from megavlm.observability.text import shorten
 from megavlm.writing import write_whole
 
+WANDB = "wandb"  # the name of WandbTracker and of its package
 PROJECT = "megavlm"  # default project; the environment may name another
 IDS_FILE = "trackers.json"  # in the run directory: the run's id in each tracker, for a resume
 WAITING = 1000  # most records that wait for a tracker's network; others are dropped and counted
@@ -101,76 +99,22 @@ class WandbTracker:
         self._run.finish()
 
 
-class SwanlabTracker:
-    """Run of SwanLab."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        self._swanlab = importlib.import_module("swanlab")
-        self.id = run.id or uuid.uuid4().hex[:21]
-        (run.folder / "swanlog").mkdir(exist_ok=True)
-        self._run = self._swanlab.init(
-            project=os.environ.get("SWANLAB_PROJ_NAME", PROJECT),
-            name=run.name,
-            log_dir=str(run.folder / "swanlog"),
-            config=dict(run.config),
-            id=self.id,
-            resume="allow",
-        )
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def images(self, step: int, images: Sequence[TrackedImage]) -> None:
-        shown = [self._swanlab.Image(str(image.path), caption=image.caption) for image in images]
-        self._run.log({"samples": shown}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class MlflowTracker:
-    """Run of MLflow. MLflow makes the id of a new run itself."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        self._mlflow = importlib.import_module("mlflow")
-        if "MLFLOW_EXPERIMENT_NAME" not in os.environ:
-            self._mlflow.set_experiment(PROJECT)
-        started = self._mlflow.start_run(run_id=run.id, run_name=run.name)
-        self.id = started.info.run_id
-        self._mlflow.log_dict(dict(run.config), "config.yaml")
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        # MLflow's file store keeps a metric in a file, so `reward` would have to be a file and, for
-        # `reward/red`, also a folder.
-        named = {re.sub(r"[^\w\-. ]", ".", name): value for name, value in values.items()}
-        self._mlflow.log_metrics(named, step=step)
-
-    def images(self, step: int, images: Sequence[TrackedImage]) -> None:
-        for number, shown in enumerate(images):
-            with Image.open(shown.path) as image:
-                self._mlflow.log_image(image, artifact_file=f"samples/{step}/{number}.png")
-        captions = "\n\n".join(shown.caption for shown in images)
-        self._mlflow.log_text(captions, f"samples/{step}/captions.txt")
-
-    def close(self) -> None:
-        self._mlflow.end_run()
-
-
-TRACKERS: dict[str, type[Tracker]] = {
-    "wandb": WandbTracker,
-    "swanlab": SwanlabTracker,
-    "mlflow": MlflowTracker,
-}
+def tracker_class(name: str) -> type[Tracker]:
+    """Return the tracker that run.trackers names. May raise anything for a class of a user."""
+    return WandbTracker if name == WANDB else import_object(name)
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ValueError for a tracker whose package is not installed."""
+    """Raise ValueError for a tracker that is not installed, or cannot be imported."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        try:
+            importlib.import_module(WANDB) if name == WANDB else import_object(name)
+        except (ImportError, AttributeError) as error:
+            way = "pip install 'megavlm[wandb]'" if name == WANDB else "correct the path"
             raise ValueError(
-                f"run.trackers={list(names)} needs the package {name}, which is not installed: "
-                f"pip install 'megavlm[{name}]', or remove it"
-            )
+                f"run.trackers names {name}, but it cannot be imported ({error}): {way}, or remove "
+                "it"
+            ) from error
 
 
 class Trackers:
@@ -266,7 +210,7 @@ class TrackerThread:
     def _start(self) -> Tracker:
         """Return the tracker. If it could not begin before, try again: the network may be back."""
         if self._tracker is None:
-            tracker = TRACKERS[self._name](self._run)
+            tracker = tracker_class(self._name)(self._run)
             self._begun(self._name, tracker.id)
             self._tracker = tracker
         return self._tracker

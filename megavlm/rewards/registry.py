@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megavlm.config.import_path import IMPORT_PATH, import_object
+from megavlm.import_path import IMPORT_PATH, import_object
 from megavlm.rewards.base import CONTEXT, check_answer
 from megavlm.task import BUILT_IN_TASKS, Task, find_task, import_part
 

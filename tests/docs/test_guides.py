@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from megavlm.config.environment import EnvironmentConfig
-from megavlm.config.import_path import import_object
 from megavlm.config.load import load
 from megavlm.config.reward import Reward
 from megavlm.config.schema import Config
@@ -20,6 +19,7 @@ from megavlm.environments.agent import Agent
 from megavlm.environments.base import Context, Environment, Observation
 from megavlm.environments.tools.load import load_tools
 from megavlm.evaluation.attempts import Attempt, Candidate, Question, SkippedRows
+from megavlm.import_path import import_object
 from megavlm.rewards.base import Example, ResponseDetails, Score
 from megavlm.rewards.manager import Part, RewardManager
 from megavlm.rewards.registry import check_options, check_reward_row

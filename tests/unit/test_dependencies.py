@@ -15,6 +15,7 @@ LEVELS = [
     {
         "families",  # imports a family's modules when they are used
         "commands",
+        "import_path",
         "process",
         "git_lfs",
         "numbers",

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import verifiers as vf
 from verifiers.types import Response, ResponseMessage, ToolCall
 
-from megavlm.config.import_path import IMPORT_PATH, import_object
 from megavlm.environments.adapters.messages import in_parts
 from megavlm.environments.base import ChatMessage, Context, Image, Observation, Step, scored
 from megavlm.environments.tools.calls import MalformedCall, read_reply
+from megavlm.import_path import IMPORT_PATH, import_object
 from megavlm.numbers import at_least
 from megavlm.rewards.base import Example, Score
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megavlm.config.import_path import IMPORT_PATH, import_object
 from megavlm.environments.tools.tool import Tool
+from megavlm.import_path import IMPORT_PATH, import_object
 
 if TYPE_CHECKING:
     from megavlm.environments.adapters.mcp import MCPServer, MCPSession

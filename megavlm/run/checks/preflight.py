@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 from megavlm.algorithms.registry import check as check_algorithm
 from megavlm.config.algorithm import Algorithm, DataTraining, PolicyOptimization
 from megavlm.config.environment import EnvironmentConfig
-from megavlm.config.import_path import IMPORT_PATH
 from megavlm.config.optimizer import Optimizer
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
@@ -29,6 +28,7 @@ from megavlm.data.rows import Row, Rows, check_media, rejected_row
 from megavlm.environments.agent import GATEWAY
 from megavlm.environments.processes import make_environments
 from megavlm.environments.registry import built_in_environments, find_environment
+from megavlm.import_path import IMPORT_PATH
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import require_free
 from megavlm.inference.server_args import option_names

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from megavlm.config.run import TRACKERS as NAMES
 from megavlm.config.run import RunConfig
 from megavlm.observability import trackers as module
-from megavlm.observability.trackers import TRACKERS, Trackers, check_trackers
+from megavlm.observability.trackers import Trackers, check_trackers
 from tests.support.server_pools import wait_for
 from tests.support.timeouts import scaled
 
+GUIDE = Path(__file__).parents[3] / "docs/guides/watching.md"
+MLFLOW = "my_trackers:Mlflow"
 CONFIG = {"run": {"dir": "x"}, "optimizer": {"lr": 1e-3}}
 
 
@@ -36,21 +37,23 @@ class Log(list[tuple[str, Any]]):
         return [value for called, value in self if called == name]
 
 
-def wandb(log: Log) -> Any:
+def logging_runs(log: Log, *, has_steps: bool) -> Any:
+    """SwanLab, or wandb without steps of its own, which could not go back on a resume."""
+
     class Run:
         def define_metric(self, name: str, step_metric: str | None = None) -> None:
             log.add("define", name, step_metric)
 
         def log(self, data: dict[str, Any], step: int | None = None) -> None:
-            assert step is None, "its own step could not go back on a resume"
-            log.add("log", (data.pop("step"), data))
+            assert has_steps == (step is not None)
+            log.add("log", (step if has_steps else data.pop("step"), data))
 
-        def finish(self, exit_code: int | None = None) -> None:
-            log.add("finish", exit_code)
+        def finish(self) -> None:
+            log.add("finish", None)
 
-    def init(*, project: Any, id: Any, name: Any, dir: Any, config: Any, **how: Any) -> Run:
-        assert how.pop("settings") == {"console": "off"}
-        assert how == {"resume": "allow", "reinit": "create_new"}
+    def init(*, project: Any, id: Any, name: Any, config: Any, resume: Any, **how: Any) -> Run:
+        assert resume == "allow" and Path(how["log_dir" if has_steps else "dir"]).is_dir()
+        assert has_steps or (how["settings"], how["reinit"]) == ({"console": "off"}, "create_new")
         log.add("init", (id, name, config))
         return Run()
 
@@ -58,24 +61,6 @@ def wandb(log: Log) -> Any:
         init=init,
         Image=lambda data_or_path, caption=None: (data_or_path, caption),
         Settings=lambda **values: values,
-    )
-
-
-def swanlab(log: Log) -> Any:
-    class Run:
-        def log(self, data: dict[str, Any], step: int | None = None) -> None:
-            log.add("log", (step, data))
-
-        def finish(self, state: str = "success") -> None:
-            log.add("finish", None)
-
-    def init(*, project: Any, id: Any, name: Any, log_dir: Any, config: Any, resume: Any) -> Run:
-        assert Path(log_dir).is_dir() and resume == "allow"
-        log.add("init", (id, name, config))
-        return Run()
-
-    return SimpleNamespace(
-        init=init, Image=lambda data_or_path, caption=None: (data_or_path, caption)
     )
 
 
@@ -118,23 +103,32 @@ def log() -> Log:
     return Log()
 
 
-@pytest.fixture(params=NAMES)
-def name(request: pytest.FixtureRequest, log: Log, monkeypatch: pytest.MonkeyPatch) -> str:
-    made: Any = {"wandb": wandb, "swanlab": swanlab, "mlflow": mlflow}[request.param](log)
-    monkeypatch.setitem(sys.modules, request.param, made)
+@pytest.fixture(params=["wandb", "my_trackers:Swanlab", MLFLOW])
+def name(
+    request: pytest.FixtureRequest, log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """wandb, and the classes in the guide."""
+    monkeypatch.setitem(sys.modules, "wandb", logging_runs(log, has_steps=False))
+    monkeypatch.setitem(sys.modules, "swanlab", logging_runs(log, has_steps=True))
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow(log))
+    monkeypatch.delitem(sys.modules, "my_trackers", raising=False)
+    code = GUIDE.read_text().partition('title="my_trackers.py"\n')[2].partition("```")[0]
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/my_trackers.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    check_trackers([request.param])
+    RunConfig(dir="x", trackers=(request.param,)).check()
     return str(request.param)
 
 
-def test_the_keys_of_the_configuration_are_the_trackers() -> None:
-    assert tuple(TRACKERS) == NAMES
-    with pytest.raises(ValueError, match=r"run.trackers names 'tensorboard', but there are wandb"):
-        RunConfig(dir="x", trackers=("tensorboard",)).check()
-
-
-def test_a_package_that_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"run.trackers=.*pip install 'megavlm\[mlflow\]'"):
-        check_trackers(["mlflow"])
+def test_a_tracker_that_cannot_be_made_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"run.trackers names 'mlflow': take wandb, or a class"):
+        RunConfig(dir="x", trackers=("mlflow",)).check()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"names wandb, .* pip install 'megavlm\[wandb\]'"):
+        check_trackers(["wandb"])
+    with pytest.raises(ValueError, match=r"names none:Tracker, but it cannot be imported"):
+        check_trackers(["none:Tracker"])
 
 
 def test_a_run_and_its_resume_are_one_run(name: str, log: Log, tmp_path: Path) -> None:
@@ -156,7 +150,7 @@ def test_a_run_and_its_resume_are_one_run(name: str, log: Log, tmp_path: Path) -
         (4, {"evaluation/greedy/a": 1.0}),
     ]
     assert len(log.of("finish")) == 2
-    if name != "mlflow":  # which makes ids itself
+    if name != MLFLOW:  # which makes ids itself
         Trackers([name], folder, CONFIG, 0).close()
         assert log.of("init")[2][0] != first, "a run that starts anew is another one"
 
@@ -170,7 +164,7 @@ def test_images_of_samples(name: str, log: Log, tmp_path: Path) -> None:
     trackers.samples(8, [group | {"images": []}], tmp_path)
     trackers.close()
     caption = "How many?\n\nthree\n\nreward 0.5, answer 3"
-    if name == "mlflow":
+    if name == MLFLOW:
         assert log.of("image") == [(7, (30, 20))] * 2
         assert log.of("text") == [("samples/7/captions.txt", f"{caption}\n\n{caption}")]
     else:

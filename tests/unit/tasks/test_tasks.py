@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megavlm.config.environment import EnvironmentConfig
-from megavlm.config.import_path import import_object
 from megavlm.environments.processes import EnvironmentPool, Local, make_environments
 from megavlm.environments.registry import find_environment
+from megavlm.import_path import import_object
 from megavlm.rewards.registry import BUILT_IN_REWARDS, check_reward_name, check_reward_row
 from megavlm.task import BUILT_IN_TASKS, Task, built_in_tasks, find_task
 from tests.unit.test_dependencies import MODULES
