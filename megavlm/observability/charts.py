@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import floor, isfinite, log10
+from math import isfinite
 from typing import TypeGuard
 
 from megavlm.observability.text import percent
@@ -133,15 +133,9 @@ def _path(points: Sequence[tuple[float, float] | None]) -> str:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Return three to six round numbers that enclose the values."""
+    from matplotlib.ticker import MaxNLocator  # late: it takes a moment, and few commands draw
+
     if high == low:
         low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
-    step = 10.0 ** floor(log10((high - low) / 3))
-    for factor in (1, 2, 5, 10):
-        if (high - low) / (step * factor) <= 4:
-            step *= factor
-            break
-    start = floor(low / step)
-    ticks = [start * step]
-    while ticks[-1] < high - 1e-9 * step:
-        ticks.append((start + len(ticks)) * step)
-    return ticks
+    locator = MaxNLocator(4, steps=[1, 2, 5, 10])
+    return [float(tick) for tick in locator.tick_values(low, high)]
