@@ -75,7 +75,7 @@ test-all: test test-slow ## run what .ci/run runs on every push (about 50 minute
 
 # What the models on a GPU are made of; not what no GPU takes part in.
 GPU_PATH_TESTS := $(wildcard tests/gpu_path/*cases.py) tests/parity/test_parity.py tests/parity/test_tree_packs.py \
-	tests/distributed tests/unit/checkpoints/test_checkpointing.py tests/unit/checkpoints/test_experts.py
+	tests/distributed tests/unit/checkpointing/test_checkpointing.py tests/unit/checkpointing/test_experts.py
 GPU_VENV := .venv-gpu-path
 
 test-gpu-path: ## run models and updates on Transformer Engine's layers and the torch of the Dockerfile's image, on a CPU (6 GB)

@@ -20,7 +20,7 @@ platform.install()  # before the first import of megatron-core
 
 from megavlm.rollout.ahead.in_time import Deadlines  # noqa: E402
 from megavlm.run.capacity.time import StepModel  # noqa: E402
-from tests.unit.run.estimates import SET_UPS, resolved  # noqa: E402
+from tests.unit.run.capacity.estimates import SET_UPS, resolved  # noqa: E402
 
 STEPS = 12  # the first third is not counted
 CHUNK = 8  # tokens after which a server looks for responses that have ended

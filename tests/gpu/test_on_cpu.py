@@ -1,13 +1,9 @@
 """The GPU kit's own code on a CPU: its stages with tiny models, their judgement, and the page."""
 
 import json
-import math
 import os
 import subprocess
 import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +22,7 @@ from megavlm.run.checks.preflight import check_server_args
 from tests.benchmarks.results import replace_part
 from tests.gpu import figures, grpo, linear_attention, model, page, parity, shapes, stage
 from tests.gpu.grpo import Memory
-from tests.gpu.lines import LONGEST
-from tests.gpu.stage import Part, Results, Room, Stage
+from tests.gpu.stage import Part
 from tests.support.fork import launch
 from tests.support.prompts import make_prompt
 from tests.support.releases import RELEASES
@@ -83,115 +78,6 @@ def test_parity_on_transformer_engine_s_layers_runs_on_a_cpu(family: str) -> Non
     lines = [json.loads(line) for line in reply.stdout.splitlines()]
     assert [line for line in lines if line["fault"]] == [] and reply.returncode == 0, reply.stderr
     assert any(line["check"].startswith("flash, bfloat16") for line in lines)
-
-
-class InProcess(Part):
-    """A part whose module stands for a program of Python."""
-
-    def command(self) -> list[str]:
-        return [sys.executable, "-c", self.module]
-
-
-def run_parts(tmp_path: Path, *programs: str, limit: float = 60) -> list[dict[str, Any]]:
-    path = tmp_path / "x.jsonl"
-    with path.open("w") as file:
-        groups = tuple((InProcess(program, limit=limit),) for program in programs)
-        log = (tmp_path / "x.log").open("w")
-        stage.run(Stage(groups, limit=60), Results("x", file, log), Room(math.inf))
-        log.close()
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_a_part_that_fails_is_a_result_and_the_next_one_runs(tmp_path: Path) -> None:
-    good = "from tests.gpu.lines import report; print('noise'); report('sum', value=2)"
-    lines = run_parts(tmp_path, "raise OSError('no such kernel')", good)
-    assert "exit status 1" in lines[0]["fault"] and "no such kernel" in lines[0]["fault"]
-    assert (lines[1]["check"], lines[1]["value"], lines[1]["stage"]) == ("sum", 2, "x")
-    assert lines[2]["check"] == "end" and lines[2]["fault"] is None
-
-
-def test_what_a_stopped_part_printed_counts_and_its_log_comes_back(tmp_path: Path) -> None:
-    program = """
-import sys, time
-from tests.gpu.lines import report
-try:
-    report("step", seconds=1)
-    print('{"check": "torn', end="", flush=True)
-    time.sleep(600)
-finally:
-    print("the server's log", file=sys.stderr)
-"""
-    step, end = run_parts(tmp_path, program, limit=scaled(10))
-    assert (step["check"], step["seconds"]) == ("step", 1)
-    assert end["fault"].startswith("stopped after")
-    assert "the server's log" in (tmp_path / "x.log").read_text()
-
-
-@pytest.mark.parametrize(("gigabytes", "most"), [(84, 2), (150, 3)])
-def test_parts_run_side_by_side_as_far_as_the_gpu_has_memory(gigabytes: float, most: int) -> None:
-    room, running, seen = Room(gigabytes), [0], []
-    begun = threading.Barrier(most)
-
-    def run(number: int) -> None:
-        with room.taken(stage.WIDE):
-            running[0] += 1
-            seen.append(running[0])
-            if number < most:
-                begun.wait(scaled(10))  # so many fit at once
-            running[0] -= 1
-
-    with ThreadPoolExecutor(4) as pool:
-        assert [*pool.map(run, range(4))] == [None] * 4
-    assert max(seen) == most
-    with room.taken(1e6):  # more than there is: it has the GPU for itself
-        pass
-
-
-def test_a_check_that_fails_is_a_result_and_the_next_one_runs(tmp_path: Path) -> None:
-    program = """
-from tests.gpu.lines import checking, report
-for name in ("flash", "flex"):
-    with checking(name):
-        if name == "flash":
-            raise RuntimeError("illegal memory access")
-        report(name, error=0.1)
-"""
-    lines = run_parts(tmp_path, program)
-    assert [line["fault"] for line in lines] == ["RuntimeError: illegal memory access", None, None]
-
-
-def test_a_long_error_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
-    program = """
-from tests.gpu.lines import checking
-with checking("run"):
-    raise RuntimeError("51 s" + "step\\n" * 10_000 + "no such kernel")
-"""
-    fault = run_parts(tmp_path, program)[0]["fault"]
-    assert fault.startswith("RuntimeError: 51 s") and fault.endswith("no such kernel")
-    assert len(fault) < 2 * LONGEST
-
-
-def test_a_part_that_hangs_is_stopped_with_its_children_and_keeps_its_results(
-    tmp_path: Path,
-) -> None:
-    program = """
-import json, subprocess, time
-child = subprocess.Popen(["sleep", "600"])
-print(json.dumps({"check": "begun", "fault": None, "child": child.pid}), flush=True)
-time.sleep(600)
-"""
-    begun, end = run_parts(tmp_path, program, limit=scaled(10))
-    assert begun["check"] == "begun" and end["fault"].startswith("stopped after")
-    deadline = time.monotonic() + scaled(10)
-    while is_running(begun["child"]):  # a killed process needs the processor to end
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def is_running(pid: int) -> bool:
-    """Return True for a process that is neither gone nor a zombie."""
-    path = Path(f"/proc/{pid}/stat")
-    return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_parity_leaves_out_a_kernel_that_refuses_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,18 +188,6 @@ def test_a_run_is_judged(run: list[dict[str, Any]], used: Memory, fault: str | N
     assert (found == []) if fault is None else (fault in found[0])
 
 
-def test_memory_is_sampled_and_steps_are_shown_beside_a_run(tmp_path: Path) -> None:
-    path, shown = tmp_path / "metrics.jsonl", []
-    with grpo.watched(path, lambda: 7, shown.append, every=0.01) as sampled:
-        while len(sampled.samples) < 2:
-            pass
-        path.write_text('{"step": 1}\n')
-        while sampled.samples[-1][0] < 1:
-            pass
-    assert sampled.by_step() == {1: (7, 7), 2: (7, 7)}
-    assert shown == [{"step": 1}]
-
-
 @pytest.mark.parametrize("is_tiny", [True, False])
 @pytest.mark.parametrize("name", grpo.CASES)
 def test_a_run_s_recipe_is_valid(
@@ -381,34 +255,6 @@ def test_a_stage_ends_within_a_command_of_ten_minutes() -> None:
     assert [*stage.stages()["c"].groups[0]] == [Part("grpo", ("first",), 170)]
     names = [group[0].module for group in stage.stages()["a"].groups]
     assert names.index("profile") < max(i for i, name in enumerate(names) if name == "parity")
-
-
-def test_the_page_has_the_results_of_the_last_run(tmp_path: Path) -> None:
-    lines = [
-        {"part": "stage", "check": "start", "fault": None, "date": "2030-01-01", "command": "old",
-         "state": "b"},
-        {"part": "stage", "check": "start", "fault": None, "date": "2030-02-01", "command": "new",
-         "state": "c"},
-        {"part": "machine", "check": "machine", "fault": None, "card": "H100", "cores": 16,
-         "python": "3.12", "versions": {"torch": "2.11"}},
-        {"part": "parity qwen3_vl wide", "check": "flash, bfloat16", "fault": None, "rms": 0.00123},
-        {"part": "parity qwen3_vl wide", "check": "flex, bfloat16", "fault": "rms is\n2.0e-02"},
-        {"part": "figures 3b", "check": "saving", "fault": None, "saving": "prompt shared",
-         "on": {"seconds": 1.5}, "off": {"seconds": 3.0}},
-    ]  # fmt: skip
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"stage": "a", **line}) + "\n" for line in lines))
-    text = page.render({"a": page.read_last_run(path)})
-    for line in (
-        "### Stage A, 2030-02-01",
-        "H100, 16 cores; Python 3.12, torch 2.11.",
-        "`new`, state c, ended by its machine's limit; 4 results, 1 faults.",
-        "| qwen3_vl wide | flash, bfloat16 | 0.00123 |",
-        "| 3b | prompt shared | 1.5 | 3 |",
-        "- parity qwen3_vl wide, flex, bfloat16: rms is 2.0e-02",
-    ):
-        assert line in text, text
-    assert "2030-01-01" not in text
 
 
 def test_the_page_is_as_the_results_say(tmp_path: Path) -> None:

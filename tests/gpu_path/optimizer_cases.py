@@ -14,7 +14,7 @@ from megavlm.checkpointing.reader import StepReader
 from megavlm.training.colocate import trainer_memory
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 from tests.support.fork import launch
-from tests.unit.checkpoints.ranks import Run, make_hf, start
+from tests.unit.checkpointing.ranks import Run, make_hf, start
 
 ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
 HALF = {"dtype": torch.bfloat16, "freeze": False}

@@ -20,7 +20,7 @@ from tests.distributed.test_lora_training import train as lora_training
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 from tests.support.fork import launch
 from tests.support.lora_runs import EXPERTS, lora_folder
-from tests.unit.checkpoints.ranks import assert_equal_tensors, make_hf, start
+from tests.unit.checkpointing.ranks import assert_equal_tensors, make_hf, start
 
 RANKS = LAYOUTS | EXPERT_LAYOUTS | {"ETP2": Ranks(Layout(expert_tensor=2), data=2)}
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = [
     *(f"tests/gpu_path/{name}.py" for name in ("cases", "bf16_cases", "optimizer_cases")),
     *(f"tests/distributed/test_{name}.py" for name in ("updates", "frozen_tower", "lora")),
-    *(f"tests/unit/checkpoints/test_{name}.py" for name in ("checkpointing", "experts")),
+    *(f"tests/unit/checkpointing/test_{name}.py" for name in ("checkpointing", "experts")),
 ]
 CHOICE = "not checkpointing or resumed_run or another_layout or export_holds"
 

@@ -12,7 +12,7 @@ from megavlm.checkpointing.checksums import file_checksums
 from megavlm.checkpointing.folder import Manifest, step_folder
 from tests.security.test_pickles import Canary
 from tests.support.fork import launch
-from tests.unit.checkpoints.ranks import ONE_RANK, make_hf, start
+from tests.unit.checkpointing.ranks import ONE_RANK, make_hf, start
 
 
 def as_torch_file(attack: bytes, whole: bytes) -> bytes:

@@ -28,7 +28,7 @@ from tests.parity.table import FAMILIES, Ranks
 from tests.support.fork import launch
 from tests.support.levels import slow
 from tests.unit.checkpoint_tools.conftest import Folder
-from tests.unit.checkpoints.ranks import SETTINGS
+from tests.unit.checkpointing.ranks import SETTINGS
 
 # Pairs of tensor and pipeline ranks; experts are spread over the ranks that these leave, or over
 # data ranks where there are none.

@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -40,38 +39,6 @@ def test_what_is_left_out_is_not_unpacked_and_device_code_is_trimmed(tmp_path: P
         "kernels/__init__.py": b"",
         "kernels/sm90/ops.abi3.so": library(b".nv_fatbin", fat_binary(kept)),
     }
-
-
-def test_stand_ins_are_copied_over_the_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_kit, "STUBS", tmp_path / "stubs")
-    site, stubs = tmp_path / "site", tmp_path / "stubs" / "b"
-    for path in (site / "server/run.py", site / "server/kernels.py", stubs / "server/kernels.py"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(path.parts[-3])
-    gpu_kit.add_stand_ins("b", site)
-    gpu_kit.add_stand_ins("a", site)  # has none
-    assert files_of(site) == {"server/run.py": b"site", "server/kernels.py": b"b"}
-
-
-def test_an_archive_has_the_site_s_files(tmp_path: Path) -> None:
-    site, archive = tmp_path / "site", tmp_path / "site.tar.xz"
-    (site / "package").mkdir(parents=True)
-    (site / "package/module.py").write_text("x = 1")
-    gpu_kit.pack(site, archive)
-    with tarfile.open(archive) as tar:
-        tar.extractall(tmp_path / "there", filter="data")
-    assert files_of(tmp_path / "there") == {"package/module.py": b"x = 1"}
-
-
-def test_an_archive_travels_with_the_project_within_a_limit(tmp_path: Path) -> None:
-    archive, module = tmp_path / "site.tar.xz", tmp_path / "module.py"
-    archive.write_bytes(bytes(900))
-    module.write_bytes(bytes(100))
-    assert gpu_kit.check_size(archive, [module, archive], limit=1000) == 1000
-    with pytest.raises(ValueError, match="leave more out"):
-        gpu_kit.check_size(archive, [module], limit=999)
 
 
 def test_the_lists_of_all_stages_pin_what_stage_a_needs() -> None:

@@ -18,7 +18,7 @@ from megavlm.training.initial_model import start_model, starting_step
 from tests.conftest import row, write_rows
 from tests.support.fork import launch
 from tests.unit.checkpoint_tools.lora_models import make_adapters
-from tests.unit.checkpoints.ranks import make_hf
+from tests.unit.checkpointing.ranks import make_hf
 
 pytestmark = pytest.mark.distributed
 

@@ -18,7 +18,7 @@ from megavlm.parallel.mesh import Layout
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 from tests.support.fork import launch
 from tests.support.levels import slow
-from tests.unit.checkpoints.ranks import (
+from tests.unit.checkpointing.ranks import (
     ONE_RANK,
     check_state,
     make_hf,

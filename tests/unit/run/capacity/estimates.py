@@ -1,6 +1,6 @@
 """The tables of docs/estimates.md, from the code:
 
-python -m tests.unit.run.estimates    # prints them, to be pasted
+python -m tests.unit.run.capacity.estimates    # prints them, to be pasted
 """
 
 import re

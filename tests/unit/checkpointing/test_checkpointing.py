@@ -22,7 +22,7 @@ from megavlm.training.optimizer import build_updater
 from tests.parity.table import LAYOUTS, Ranks
 from tests.support.fork import launch
 from tests.support.levels import slow
-from tests.unit.checkpoints.ranks import (
+from tests.unit.checkpointing.ranks import (
     ONE_RANK,
     SETTINGS,
     TP2,

@@ -24,7 +24,7 @@ from tests.parity.table import LAYOUTS, Ranks
 from tests.support.fork import launch
 from tests.support.levels import slow
 from tests.support.timeouts import scaled
-from tests.unit.checkpoints.ranks import TP2, Run, make_hf, start
+from tests.unit.checkpointing.ranks import TP2, Run, make_hf, start
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from megavlm.checkpointing.saver import Saver
 from megavlm.checkpointing.snapshot import Snapshot
 from tests.support.fork import launch
 from tests.support.levels import slow
-from tests.unit.checkpoints.ranks import ONE_RANK, TP2, Run, make_hf, start
+from tests.unit.checkpointing.ranks import ONE_RANK, TP2, Run, make_hf, start
 
 # Each is called in a save, in this order; True: killed after the call, not before it; a number: of
 # the call, if it is not the first.

@@ -40,7 +40,7 @@ from tests.support.fork import launch
 from tests.support.levels import slow
 from tests.support.releases import released_config
 from tests.unit.config.test_recipes import RECIPES, WHOLE, resolve
-from tests.unit.run.estimates import cluster
+from tests.unit.run.capacity.estimates import cluster
 
 ON_GPUS = [name for name in WHOLE if not name.startswith("debug/")]
 # In the quick suite; models with many layers or experts take seconds to build.

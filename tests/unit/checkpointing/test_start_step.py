@@ -26,7 +26,7 @@ from megavlm.training.train_state import TrainState
 from tests.conftest import row, write_rows
 from tests.support.fork import launch
 from tests.unit.checkpoint_tools.lora_models import make_adapters
-from tests.unit.checkpoints.ranks import make_hf
+from tests.unit.checkpointing.ranks import make_hf
 from tests.unit.training.test_start import write_recipe
 
 pytestmark = pytest.mark.distributed

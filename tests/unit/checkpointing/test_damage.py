@@ -21,7 +21,7 @@ from megavlm.checkpointing.retention import Retention, prune
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.checkpointing.saver import Saver
 from tests.support.fork import launch
-from tests.unit.checkpoints.ranks import ONE_RANK, Name, Run, make_hf, start
+from tests.unit.checkpointing.ranks import ONE_RANK, Name, Run, make_hf, start
 
 
 def damage(hf: Path, folder: Path) -> list[str]:

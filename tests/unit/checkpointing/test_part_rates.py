@@ -10,7 +10,7 @@ from megavlm.models.common.components import model_part
 from tests.parity.table import LAYOUTS, Ranks
 from tests.support.fork import launch
 from tests.support.levels import slow
-from tests.unit.checkpoints.ranks import Name, make_hf, start
+from tests.unit.checkpointing.ranks import Name, make_hf, start
 
 pytestmark = pytest.mark.distributed
 RATES = {"rest": 1e-2, "tower": 5e-3, "merger": 2e-3}
