@@ -84,14 +84,6 @@ def test_experts_drop_again_what_they_dropped(moe: Path) -> None:
             np.testing.assert_allclose(again[rank][name], gradient, atol=1e-6 * gradient.max())
 
 
-def test_a_recomputed_tower_has_no_dropout(dense: Path) -> None:
-    with pytest.raises(
-        RuntimeError, match=r"ValueError: lora.dropout=0.5 with adapters in the tow"
-    ):
-        options = {"recompute_tower": True}
-        launch(1, gradients, dense, LAYOUTS["one rank"], TOWER, 0.5, options)
-
-
 def trained_of_a_critic(folder: Path) -> list[str]:
     run = start(folder, LAYOUTS["one rank"], head="values")
     run.add(LoRA(rank=RANK, alpha=ALPHA, targets=("language.mlp",)))
