@@ -253,9 +253,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(length))
         self.end_headers()
 
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
     def finish(self) -> None:
         try:
             super().finish()

@@ -17,14 +17,17 @@ class _Server(ThreadingHTTPServer):
 
 
 class Served:
-    """Context manager: an HTTP server in a thread. `requests` holds (path, body, authorization)."""
+    """Context manager: an HTTP server in a thread. `requests` holds (path, body, authorization).
+    A handler has it as `fake`.
+    """
 
     def __init__(
         self, handler: type[BaseHTTPRequestHandler], host: str = "127.0.0.1", port: int = 0
     ) -> None:
         self.requests: list[tuple[str, Any, str | None]] = []
         self.closed = threading.Event()
-        self._http = _Server((host, port), type("Bound", (handler,), {"fake": self}))
+        bound = type("Bound", (handler,), {"fake": self, "log_message": lambda *_: None})
+        self._http = _Server((host, port), bound)
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
         self.url = f"http://{host}:{self._http.server_address[1]}"
 
@@ -77,6 +80,3 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(b'{"reward": ')
         elif fault is None:
             self.wfile.write(json.dumps(fake.answer).encode())
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass

@@ -1,11 +1,9 @@
 """URLs in a data set: nothing but the public internet is spoken to, within limits."""
 
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +12,29 @@ import pytest
 from megavlm.data import fetch as module
 from megavlm.data.fetch import fetch, is_public
 from megavlm.data.image_sources import DataFolder, media_bytes
+from tests.fakes.service import Served
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
 
-class Server:
+class Server(Served):
     """An HTTP server on a loopback address, which notes what it is asked for."""
 
-    def __init__(self, address: str, answer: Answer) -> None:
-        server = self
+    def __init__(self, answer: Answer, address: str = "127.0.0.1") -> None:
+        super().__init__(_Handler, address)
+        self.answer = answer
         self.hits: list[str] = []
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                server.hits.append(self.path)
-                try:
-                    answer(self)
-                except OSError:
-                    pass  # the client has had enough
 
-            def log_message(self, *_: Any) -> None:
-                pass
+class _Handler(BaseHTTPRequestHandler):
+    fake: Server
 
-        self.http = ThreadingHTTPServer((address, 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://{address}:{self.http.server_port}"
-
-
-@contextmanager
-def serving(answer: Answer, address: str = "127.0.0.1") -> Iterator[Server]:
-    server = Server(address, answer)
-    thread = threading.Thread(target=server.http.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.http.shutdown()
-        server.http.server_close()
-        thread.join()
+    def do_GET(self) -> None:
+        self.fake.hits.append(self.path)
+        try:
+            self.fake.answer(self)
+        except OSError:
+            pass  # the client has had enough
 
 
 def give(body: bytes, **headers: str) -> Answer:
@@ -100,8 +83,8 @@ def test_public_addresses(address: str) -> None:
 
 
 def test_no_form_of_loopback_is_spoken_to() -> None:
-    with serving(give(b"secret")) as server:
-        port = server.http.server_port
+    with Server(give(b"secret")) as server:
+        port = int(server.url.rpartition(":")[2])
         for host in (
             "127.0.0.1", "localhost", "LOCALHOST", "[::ffff:127.0.0.1]", "[::1]", "0.0.0.0",
             "127.1", "2130706433", "0x7f000001", "0177.0.0.1", "127.0.0.1.",
@@ -152,22 +135,22 @@ def test_the_address_that_was_checked_is_the_one_connected_to(
         return [(socket.AF_INET, "127.0.0.1" if len(asked) == 1 else "127.0.0.2")]
 
     monkeypatch.setattr(module, "_resolve", resolve)
-    with serving(give(b"image")) as server:
-        port = server.http.server_port
+    with Server(give(b"image")) as server:
+        port = int(server.url.rpartition(":")[2])
         assert fetch(f"http://rebinding.example:{port}/a?b=c#d") == b"image"
         assert asked == ["rebinding.example"] and server.hits == ["/a?b=c"]
 
 
 @pytest.mark.usefixtures("loopback_is_public")
 def test_redirects_are_followed_and_checked_anew() -> None:
-    with serving(give(b"secret"), "127.0.0.2") as inner:
+    with Server(give(b"secret"), "127.0.0.2") as inner:
         for target in (inner.url + "/x", "file:///etc/passwd", "//127.0.0.2/x"):
-            with serving(redirect(target)) as outer, pytest.raises(ValueError):
+            with Server(redirect(target)) as outer, pytest.raises(ValueError):
                 fetch(outer.url + "/a")
         assert inner.hits == []
-    with serving(give(b"image")) as target, serving(redirect(target.url + "/x")) as first:
+    with Server(give(b"image")) as target, Server(redirect(target.url + "/x")) as first:
         assert fetch(first.url) == b"image"
-    with serving(redirect("/again")) as circle:
+    with Server(redirect("/again")) as circle:
         with pytest.raises(ValueError, match="more than 5 redirects"):
             fetch(circle.url)
         assert len(circle.hits) == 6
@@ -175,7 +158,7 @@ def test_redirects_are_followed_and_checked_anew() -> None:
 
 @pytest.mark.usefixtures("loopback_is_public")
 def test_large_answers_are_refused() -> None:
-    with serving(give(b"x" * 1001)) as server, pytest.raises(ValueError, match="limit of 1000"):
+    with Server(give(b"x" * 1001)) as server, pytest.raises(ValueError, match="limit of 1000"):
         fetch(server.url, max_bytes=1000)
 
     def endless(handler: BaseHTTPRequestHandler) -> None:
@@ -184,7 +167,7 @@ def test_large_answers_are_refused() -> None:
         while True:
             handler.wfile.write(b"x" * 10_000)
 
-    with serving(endless) as server, pytest.raises(ValueError, match="limit of 100000"):
+    with Server(endless) as server, pytest.raises(ValueError, match="limit of 100000"):
         fetch(server.url, max_bytes=100_000)
 
 
@@ -206,7 +189,7 @@ def test_a_server_that_drips_is_given_up(part: str) -> None:
             dripped.append(1)
             time.sleep(0.1)
 
-    with serving(drip) as server:
+    with Server(drip) as server:
         with pytest.raises(ValueError, match="it took too long"):
             fetch(server.url, timeout=0.5)
         assert len(dripped) < 300, "it did not wait for the end"
@@ -223,13 +206,13 @@ def test_other_bad_answers() -> None:
         (give(b"x", Content_Encoding="gzip"), "compressed"),
         (lambda handler: handler.wfile.write(b"nonsense\r\n\r\n"), "BadStatusLine|not fetched"),
     ):
-        with serving(answer) as server, pytest.raises(ValueError, match=message):
+        with Server(answer) as server, pytest.raises(ValueError, match=message):
             fetch(server.url + "/x?token=secret")
 
 
 @pytest.mark.usefixtures("loopback_is_public")
 def test_messages_hold_no_query() -> None:
-    with serving(give(b"x" * 10)) as server:
+    with Server(give(b"x" * 10)) as server:
         with pytest.raises(ValueError) as caught:
             fetch(server.url + "/x?token=secret", max_bytes=1)
     assert "secret" not in str(caught.value)
@@ -237,6 +220,6 @@ def test_messages_hold_no_query() -> None:
 
 @pytest.mark.usefixtures("loopback_is_public")
 def test_rows_fetch_their_images(tmp_path: Path) -> None:
-    with serving(give(b"image")) as server:
+    with Server(give(b"image")) as server:
         for value in (server.url + "/a.png", {"bytes": None, "path": server.url}):
             assert media_bytes(value, DataFolder(str(tmp_path))) == b"image"

@@ -5,11 +5,9 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from megavlm.rewards.registry import check_reward_row, load_reward
 from megavlm.rollout.rewards import reward_parts
 from megavlm.task import built_in_tasks
 from tests.conftest import png, row, write_rows
+from tests.fakes.service import Served
 from tests.support.levels import slow
 from tests.support.timeouts import scaled
 
@@ -115,41 +114,38 @@ LAYOUTS = {
 }
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(Served):
     """Hub with one data set. files: by path. fetched: paths of downloads, in order."""
 
-    daemon_threads = True
-
-    def __init__(self, repository: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.repository = repository
+    def __init__(self, name: str) -> None:
+        super().__init__(_Handler)
+        self.repository = PUBLISHED[name].repository
         self.files: dict[str, bytes] = {}
         self.fetched: list[str] = []
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Hub
+    fake: Hub
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        repository = self.server.repository
+        repository = self.fake.repository
         api = f"/api/datasets/{repository}"
         if path.startswith(f"{api}/tree/"):
             listed = [
                 {"type": "file", "path": name, "size": len(content), "oid": _etag(content)}
-                for name, content in self.server.files.items()
+                for name, content in self.fake.files.items()
             ]
             self._reply(json.dumps(listed).encode())
         elif path.startswith(api):
-            siblings = [{"rfilename": name} for name in self.server.files]
+            siblings = [{"rfilename": name} for name in self.fake.files]
             info = {"id": repository, "sha": SHA, "siblings": siblings, "private": False}
             self._reply(json.dumps(info | {"tags": [], "downloads": 0, "likes": 0}).encode())
         elif path.startswith(resolved := f"/datasets/{repository}/resolve/{SHA}/"):
             name = path.removeprefix(resolved)
             if self.command == "GET":
-                self.server.fetched.append(name)
-            self._reply(self.server.files[name])
+                self.fake.fetched.append(name)
+            self._reply(self.fake.files[name])
         else:
             self.send_error(404)
 
@@ -164,25 +160,14 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(content)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
 
 def _etag(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()  # noqa: S324  # as git names a file
 
 
-@contextmanager
-def serving(name: str) -> Iterator[Hub]:
-    with Hub(PUBLISHED[name].repository) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield server
-        server.shutdown()
-
-
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    with serving("geo3k") as server:
+    with Hub("geo3k") as server:
         for split, count in (("train", 3), ("test", 2), ("validation", 1)):
             path = tmp_path / f"{split}.parquet"
             rows = [{k: v for k, v in row().items() if k != "task"} for _ in range(count)]
@@ -212,7 +197,7 @@ def test_a_data_set_is_downloaded_once_and_fits_its_recipe_and_reward(
     schema = pa.schema([(column, kind) for column, (kind, _) in layout.columns.items()])
     values = {column: value for column, (_, value) in layout.columns.items()}
     pq.write_table(pa.Table.from_pylist([values] * 2, schema), tmp_path / "rows.parquet")
-    with serving(name) as hub:
+    with Hub(name) as hub:
         for file in layout.train + layout.test + layout.others:
             hub.files[file] = (tmp_path / "rows.parquet").read_bytes()
         for _ in range(2):
