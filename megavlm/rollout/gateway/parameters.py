@@ -30,6 +30,7 @@ class ChatRequest(Form):
     """A request of chat completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)
+    # Tools are checked as `functions`, and rendered as they were given.
     functions: list[ChatTool] = Field([], alias="tools")
     schemas: list[dict[str, Any]] = Field([], alias="tools")
     n: PositiveInt = 1
