@@ -23,3 +23,11 @@ def import_object(path: str) -> Any:
     """
     module, _, attribute = path.partition(":")
     return getattr(import_module(module), attribute)
+
+
+def import_of_key(key: str, path: str) -> Any:
+    """Import the object that a recipe's key names. Raises ValueError if there is none."""
+    try:
+        return import_object(path)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{key}={path} cannot be imported: {error}") from error

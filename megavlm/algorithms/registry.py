@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megavlm.config.algorithm import GRPO, PolicyOptimization
-from megavlm.import_path import IMPORT_PATH, import_module
+from megavlm.import_path import IMPORT_PATH, import_of_key
 
 if TYPE_CHECKING:
     from megavlm.algorithms.advantages import Estimator
@@ -95,11 +95,7 @@ def _check_name(key: str, name: str, built_in: Mapping[str, str]) -> None:
 def _load(key: str, settings: PolicyOptimization, built_in: Mapping[str, str]) -> Any:
     name = getattr(settings, key)
     _check_name(key, name, built_in)
-    module, _, attribute = built_in.get(name, name).partition(":")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"algorithm.{key}={name} cannot be imported: {error}") from error
+    found = import_of_key(f"algorithm.{key}", built_in.get(name, name))
     if not callable(found):
         raise ValueError(
             f"algorithm.{key}={name} is not a function: name one that takes (inputs, settings)"

@@ -21,7 +21,7 @@ from typing import Any
 from PIL import Image as Picture
 
 from megavlm.environments.base import Context, Observation, Step, scored
-from megavlm.import_path import import_object
+from megavlm.import_path import import_object, import_of_key
 from megavlm.limited.wire import json_bytes
 from megavlm.rewards.base import Example
 
@@ -70,10 +70,7 @@ class Agent:
         ):
             raise ValueError(f"{where}.command={command!r} must be a list of words")
         if agent is not None:
-            try:
-                function = import_object(agent)
-            except (ImportError, AttributeError) as error:
-                raise ValueError(f"{where}.agent={agent} cannot be imported ({error})") from error
+            function = import_of_key(f"{where}.agent", agent)
             if not callable(function):
                 raise ValueError(f"{where}.agent={agent} is not a function")
 

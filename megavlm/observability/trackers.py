@@ -6,19 +6,20 @@ and with which key.
 """
 
 import importlib
+import importlib.util
 import json
 import logging
 import math
 import os
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from typing import Any, Protocol
 
-from megavlm.import_path import import_object
+from megavlm.import_path import import_object, import_of_key
 from megavlm.observability.text import shorten
 from megavlm.writing import write_whole
 
@@ -104,17 +105,16 @@ def tracker_class(name: str) -> type[Tracker]:
     return WandbTracker if name == WANDB else import_object(name)
 
 
-def check_trackers(names: Sequence[str]) -> None:
+def check_trackers(names: Iterable[str]) -> None:
     """Raise ValueError for a tracker that is not installed, or cannot be imported."""
     for name in names:
-        try:
-            importlib.import_module(WANDB) if name == WANDB else import_object(name)
-        except (ImportError, AttributeError) as error:
-            way = "pip install 'megavlm[wandb]'" if name == WANDB else "correct the path"
+        if name != WANDB:
+            import_of_key("run.trackers", name)
+        elif importlib.util.find_spec(WANDB) is None:
             raise ValueError(
-                f"run.trackers names {name}, but it cannot be imported ({error}): {way}, or remove "
-                "it"
-            ) from error
+                "run.trackers=wandb needs the package wandb, which is not installed: pip install "
+                "'megavlm[wandb]', or remove it"
+            )
 
 
 class Trackers:

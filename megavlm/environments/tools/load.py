@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megavlm.environments.tools.tool import Tool
-from megavlm.import_path import IMPORT_PATH, import_object
+from megavlm.import_path import IMPORT_PATH, import_of_key
 
 if TYPE_CHECKING:
     from megavlm.environments.adapters.mcp import MCPServer, MCPSession
@@ -59,10 +59,7 @@ def load_tools(named: Sequence[str], own: Sequence[str] = ()) -> Toolbox:
 
 
 def _function(path: str) -> Tool:
-    try:
-        function = import_object(path)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"environment.tools: {path} cannot be imported ({error})") from error
+    function = import_of_key("environment.tools", path)
     if not callable(function):
         raise ValueError(f"environment.tools: {path} is not a function")
     return Tool.of(function)

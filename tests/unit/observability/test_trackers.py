@@ -116,7 +116,7 @@ def name(
     (tmp_path / "code").mkdir()
     (tmp_path / "code/my_trackers.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path / "code")
-    check_trackers([request.param])
+    check_trackers({request.param} - {"wandb"})  # its stand-in has no spec
     RunConfig(dir="x", trackers=(request.param,)).check()
     return str(request.param)
 
@@ -124,10 +124,10 @@ def name(
 def test_a_tracker_that_cannot_be_made_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"run.trackers names 'mlflow': take wandb, or a class"):
         RunConfig(dir="x", trackers=("mlflow",)).check()
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"names wandb, .* pip install 'megavlm\[wandb\]'"):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"wandb needs .* pip install 'megavlm\[wandb\]'"):
         check_trackers(["wandb"])
-    with pytest.raises(ValueError, match=r"names none:Tracker, but it cannot be imported"):
+    with pytest.raises(ValueError, match=r"run.trackers=none:Tracker cannot be imported"):
         check_trackers(["none:Tracker"])
 
 
