@@ -41,9 +41,7 @@ def check(config: Config) -> None:
     _check_algorithm(config)
     _check_pack(config)
     _check_curriculum(config)
-    _check_oversample(config)
     _check_staleness(config)
-    _check_overlap(config)
     _check_quantization(config)
     _check_replay(config)
     _check_routing_replay(config)
@@ -162,87 +160,41 @@ def _check_curriculum(config: Config) -> None:
             )
 
 
-def _check_oversample(config: Config) -> None:
-    rollout, algorithm = config.rollout, config.algorithm
-    if rollout.oversample == 1 or not isinstance(algorithm, PolicyOptimization):
-        return
-    if rollout.max_staleness:  # nothing is aborted for want of time
-        return
-    if rollout.router is not None:
-        raise ValueError(
-            f"rollout.oversample={rollout.oversample} aborts requests at servers, but "
-            f"rollout.router={rollout.router} hides them: set rollout.router=null or "
-            "rollout.oversample=1.0"
-        )
-    if not rollout.suppress_special_tokens:
-        raise ValueError(
-            f"rollout.oversample={rollout.oversample} goes on with aborted responses, in which a "
-            "sampled image token would be taken for an image: set "
-            "rollout.suppress_special_tokens=true or rollout.oversample=1.0"
-        )
-    if algorithm.old_logprobs == "trainer" and algorithm.importance == "none":
-        raise ValueError(
-            f"rollout.oversample={rollout.oversample} trains on tokens that older weights sampled, "
-            "for which algorithm.importance=none does not correct: set algorithm.importance=token "
-            "or rollout.oversample=1.0"
-        )
-
-
 def _check_staleness(config: Config) -> None:
+    """Check what goes on over a weight push (rollout.max_staleness, rollout.oversample) or while
+    the trainer trains (rollout.overlap, too).
+    """
     rollout, algorithm = config.rollout, config.algorithm
-    if rollout.max_staleness == 0 or not isinstance(algorithm, PolicyOptimization):
+    if not isinstance(algorithm, PolicyOptimization):
         return
     key = f"rollout.max_staleness={rollout.max_staleness}"
-    if rollout.colocate:
-        raise ValueError(
-            f"{key} generates while the trainer trains, but rollout.colocate=true has them take "
-            "turns on the same GPUs: set rollout.max_staleness=0 or rollout.colocate=false"
-        )
-    if algorithm.importance == "none":
-        raise ValueError(
-            f"{key} trains on tokens that older weights sampled, for which "
-            "algorithm.importance=none does not correct: set algorithm.importance=token with "
-            "algorithm.old_logprobs=trainer, or rollout.max_staleness=0"
-        )
     if rollout.oversample > rollout.max_staleness + 1:
         raise ValueError(
             f"rollout.oversample={rollout.oversample} starts the prompts of more steps than {key} "
             f"allows, which are {rollout.max_staleness + 1}: lower the one or raise the other"
         )
-    if rollout.router is not None:
+    if rollout.max_staleness and algorithm.importance == "none":
+        raise ValueError(
+            f"{key} trains on tokens that older weights sampled, for which "
+            "algorithm.importance=none does not correct: set algorithm.importance=token with "
+            "algorithm.old_logprobs=trainer, or rollout.max_staleness=0"
+        )
+    if rollout.overlap and rollout.colocate:
+        raise ValueError(
+            "rollout.overlap=true trains while the servers generate, but rollout.colocate=true has "
+            "them take turns on the same GPUs: set one of them to false"
+        )
+    if rollout.is_ahead and rollout.router is not None:
+        key, off = (key, 0) if rollout.max_staleness else ("rollout.overlap=true", "false")
         raise ValueError(
             f"{key} sends requests to servers that have taken the last push, but "
             f"rollout.router={rollout.router} hides them: set rollout.router=null or "
-            "rollout.max_staleness=0"
+            f"{key.partition('=')[0]}={off}"
         )
-    if rollout.lora == "adapter":
+    if rollout.is_stale and rollout.lora == "adapter":
         raise ValueError(
             f"{key} goes on with responses after a push, but rollout.lora=adapter unloads the "
             "adapter that they began with: set rollout.lora=merged or rollout.max_staleness=0"
-        )
-
-
-def _check_overlap(config: Config) -> None:
-    rollout = config.rollout
-    if not rollout.overlap or not isinstance(config.algorithm, PolicyOptimization):
-        return
-    key = "rollout.overlap=true"
-    if rollout.colocate:
-        raise ValueError(
-            f"{key} trains while the servers generate, but rollout.colocate=true has them take "
-            "turns on the same GPUs: set one of them to false"
-        )
-    if rollout.oversample != 1:
-        raise ValueError(
-            f"rollout.oversample={rollout.oversample} leaves slow groups to later steps, but {key} "
-            "works on those that are played while it waits for them: set rollout.oversample=1.0 or "
-            "rollout.overlap=false"
-        )
-    if rollout.router is not None:
-        raise ValueError(
-            f"{key} sends requests to servers that have taken the last push, but "
-            f"rollout.router={rollout.router} hides them: set rollout.router=null or "
-            "rollout.overlap=false"
         )
 
 
@@ -456,6 +408,6 @@ _RULES: dict[str, Callable[[Config], Any]] = {
     "optimizer.warmup_steps": lambda config: min(config.algorithm.policy_steps // 8, 20),
     "data.pack_tokens": _pack_tokens,
     "environment.tool_timeout": lambda config: config.environment.timeout / 2,
-    "rollout.pause": lambda config: "in_place" if config.rollout.max_staleness else "abort",
+    "rollout.pause": lambda config: "in_place" if config.rollout.is_stale else "abort",
     "rollout.sync": lambda config: "distributed" if config.rollout.mode == "external" else "tensor",
 }

@@ -103,19 +103,19 @@ class Rollout(Section):
     on."""
 
     oversample: float = bounded(1.0, least=1)
-    """Number of prompts that are started per prompt of a step. When enough groups are complete, the
-    others are aborted and finished in later steps (partial rollouts), so that a step does not wait
-    for its slowest responses. 1 turns it off. With `rollout.max_staleness` nothing is aborted:
-    prompts of this many steps, at most max_staleness + 1, are started and not yet trained on, and
-    a step waits only for those that would be too old in the next one."""
+    """Number of steps whose prompts are started and not yet trained on, at most
+    `rollout.max_staleness` + 1 (partial rollouts). Steps train on groups as they are complete, and
+    wait for slow ones only if these would be too old in the next step. 1 turns it off: steps train
+    on groups in the order of their prompts, and prompts of max_staleness + 1 steps are started."""
 
     max_staleness: int = bounded(0, least=0, most=16)
     """Maximum staleness of rollouts in steps. With 0, trainer and servers take turns, and a step
     trains on rollouts of its own weights. With k above 0, a separate process generates rollouts
     while the trainer trains: prompts for up to k + 1 steps are started and not yet trained on, and
     no token is sampled by weights that are more than k steps old. `algorithm.importance` corrects
-    for the age. Trainer and servers need separate GPUs. A value above 1 helps only if the time of
-    rollouts varies from step to step."""
+    for the age. A value above 1 helps only if the time of rollouts varies from step to step. With
+    `rollout.colocate` they take turns all the same: set 1 and `rollout.oversample`, so that steps
+    need not wait for slow responses, which are aborted and go on in the next step."""
 
     overlap: bool = False
     """Work on the groups of a step as they arrive, in waves, while the servers generate the others.
@@ -181,7 +181,7 @@ class Rollout(Section):
     """Handling of requests in flight when weights are updated. `abort` ends them, which takes
     SGLang a second; `retract` recomputes their cache with the new weights; `in_place` continues
     with the cache that the old weights computed. Null uses `in_place` if `rollout.max_staleness` is
-    above 0, and `abort` otherwise."""
+    above 0 without `rollout.colocate`, and `abort` otherwise."""
 
     lora: Literal["merged", "adapter"] = "merged"
     """Form in which adapters are sent to the servers. `merged` sends the weights that they change;
@@ -207,6 +207,16 @@ class Rollout(Section):
     def steps_started(self) -> float:
         """Number of steps whose prompts are started and not yet trained on, at most."""
         return self.oversample if self.oversample > 1 else self.max_staleness + 1.0
+
+    @property
+    def is_ahead(self) -> bool:
+        """True if responses are generated while the trainer trains, by a process of their own."""
+        return (self.max_staleness > 0 or self.overlap) and not self.colocate
+
+    @property
+    def is_stale(self) -> bool:
+        """True if responses go on while weights are pushed."""
+        return self.max_staleness > 0 and not self.colocate
 
     @property
     def draft_algorithm(self) -> str | None:

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from megavlm.data.processor import Prompt
 
 DEFAULT_LIMITS = RequestLimits()
+T = TypeVar("T")
 
 
 class RolloutClient:
-    """Client of the rollout servers, a context manager. Its interface is synchronous; requests and
-    their followers run on the asyncio `runner`. Connections are kept open.
+    """Client of the rollout servers, a context manager. Requests and their followers run on the
+    asyncio `runner`. Connections are kept open.
 
     A request is retried after a connection error, a timeout, a 5xx status or a malformed response,
     at another server if there is one, and at most ATTEMPTS times. Generation does not change a
@@ -41,7 +42,7 @@ class RolloutClient:
         """
         self._routing, self.limits, self._show, self._beat = routing, limits, show, beat
         self._loads: Counter[str] = Counter()
-        self._peers: list[GenerationBatch] = []
+        self._batches: list[GenerationBatch] = []
         self.runner = asyncio.Runner()
         # trust_env=False uses no proxy between the trainer and its servers. Connections need no
         # limit, because `concurrency` limits the requests in flight.
@@ -51,30 +52,32 @@ class RolloutClient:
             trust_env=False,
         )
 
-    def generate(
+    async def generate(
         self,
         prompts: Sequence["Prompt"],
         *,
         n: int,
         sampling: Sampling,
         weight_version: int | str | None = None,
-        refit: Callable[[], object] | None = None,
-        begun: Sequence[Sequence[Response]] | None = None,
-        enough: int | None = None,
+        accepts: Callable[[str], bool] | None = None,
+        refit: Callable[[], Awaitable[None]] | None = None,
+        groups: Sequence[list[Response]] | None = None,
         follow: Follow | None = None,
         skip_timed_out: bool = False,
     ) -> list[list[Response]]:
-        """Return n responses to each prompt, in the order of the prompts.
+        """Return n responses to each prompt, in the order of the prompts. Runs in `runner`; several
+        calls may run at the same time.
 
         Args:
             weight_version: Weight version that must generate the responses; None accepts any.
-            refit: Function that pushes the weights. It is called when no server has them and a
-                server that answers could get them; responses so far are kept.
-            begun: Responses that earlier calls have for each prompt; aborted ones are continued.
-            enough: Number of complete groups after which the rest is aborted. Some groups then
-                have aborted responses, and some may be empty.
-            follow: Runs for each of these groups as soon as it is complete, with the index of its
-                prompt, its responses, and a function that returns a response to another prompt.
+            accepts: Function that returns True for weight versions that may answer, for responses
+                that go on while weights are pushed. weight_version is then None.
+            refit: Waits for a weight push. It is called when no server has the weights and a server
+                that answers could get them; responses so far are kept.
+            groups: Responses to each prompt so far, lists that are filled in place; aborted
+                responses are continued.
+            follow: Runs for each group as soon as it is complete, with the index of its prompt, its
+                responses, and a function that returns a response to another prompt.
             skip_timed_out: See GenerationBatch; it needs `follow`.
 
         Raises RolloutRequestError if a server refuses a request or counts a different number of
@@ -82,87 +85,64 @@ class RolloutClient:
         are left, and the errors of `follow`.
         """
         version = None if weight_version is None else str(weight_version)
-        batch = self._batch(
-            prompts,
-            [list(group) for group in begun or [()] * len(prompts)],
+        batch = GenerationBatch(
+            prompts=list(prompts),
+            groups=[[] for _ in prompts] if groups is None else list(groups),
             n=n,
             sampling=sampling,
             version=version,
-            wanted=len(prompts) if enough is None else min(enough, len(prompts)),
-            follow=follow,
-            skip_timed_out=skip_timed_out,
-        )
-        try:
-            while not self.runner.run(batch.run()):
-                if refit is None:
-                    raise RolloutServerError(
-                        f"no rollout server has weight version {version}: one restarted, or "
-                        "another process changed its weights"
-                    )
-                refit()
-        finally:
-            self.runner.run(batch.close())
-        return batch.groups[: len(prompts)]
-
-    async def generate_ahead(
-        self,
-        prompts: Sequence["Prompt"],
-        *,
-        n: int,
-        sampling: Sampling,
-        accepts: Callable[[str], bool],
-        refit: Callable[[], Awaitable[None]],
-        groups: list[list[Response]],
-        follow: Follow,
-        skip_timed_out: bool = False,
-    ) -> None:
-        """Generate n responses to each prompt, also while weights are pushed. Runs in `runner`;
-        several calls may run at the same time.
-
-        Args:
-            accepts: Function that returns True for weight versions that may answer.
-            refit: Waits for a push, when no server can answer without one.
-            groups: Responses to each prompt so far, filled in place.
-            follow: As in `generate`, for all groups.
-            skip_timed_out: See GenerationBatch.
-
-        Raises as `generate` does.
-        """
-        batch = self._batch(
-            prompts,
-            groups,
-            n=n,
-            sampling=sampling,
-            wanted=len(prompts),
             accepts=accepts,
             follow=follow,
             skip_timed_out=skip_timed_out,
-        )
-        try:
-            while not await batch.run():
-                await refit()
-        finally:
-            await batch.close()
-
-    def _batch(
-        self, prompts: Sequence["Prompt"], groups: list[list[Response]], **options: Any
-    ) -> GenerationBatch:
-        return GenerationBatch(
-            prompts=list(prompts),
-            groups=groups,
             routing=self._routing,
             http=self._http,
             limits=self.limits,
             show=self._show,
             beat=self._beat,
             loads=self._loads,
-            peers=self._peers,
-            **options,
+            peers=self._batches,
         )
+        self._batches.append(batch)
+        try:
+            while not await batch.run():
+                if not batch.resumed.is_set():
+                    await batch.resumed.wait()
+                elif refit is not None:
+                    await refit()
+                else:
+                    raise RolloutServerError(
+                        f"no rollout server has weight version {version}: one restarted, or "
+                        "another process changed its weights"
+                    )
+        finally:
+            self._batches.remove(batch)
+            await batch.close()
+        return batch.groups[: len(prompts)]
+
+    async def pause(self) -> None:
+        """Abort all requests in flight, keep their tokens, and send none until `resume`."""
+        await asyncio.gather(*(batch.pause() for batch in self._batches))
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        for batch in self._batches:
+            batch.resumed.set()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` in `runner` and return its result. It is cancelled if a signal interrupts
+        it.
+        """
+        task = self.runner.get_loop().create_task(work)
+        try:
+            return self.runner.run(asyncio.wait_for(task, None))
+        finally:
+            if not task.done():
+                task.cancel()
+                self.runner.run(asyncio.wait({task}))
 
     def sample_by(self, sampling: Sampling) -> None:
         """Use `sampling` in all requests sent from now on."""
-        for batch in self._peers:
+        for batch in self._batches:
             batch.sampling = sampling
 
     @property

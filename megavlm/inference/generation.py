@@ -1,6 +1,4 @@
-"""Generation of a batch: keeps requests in flight at all servers until enough groups are
-complete.
-"""
+"""Generation of a batch: keeps requests in flight at all servers until all groups are complete."""
 
 import asyncio
 import logging
@@ -61,16 +59,14 @@ class GenerationBatch:
     """Generation of n responses to each of `prompts`. With n = 0, prompts get no response, and
     `follow` runs for all of them at once.
 
-    groups: The responses of each prompt, filled in place. A group is complete, partly aborted, or
-    empty.
+    groups: The responses of each prompt, lists that are filled in place. A group is complete,
+    partly aborted, or empty.
 
     version: Weight version that must generate the responses. None takes any version that `accepts`
     returns True for; responses aborted by a weight push are then continued, as often as needed.
 
-    wanted: Number of complete groups after which all other requests are aborted.
-
-    follow: Runs for each of the first `wanted` complete groups while others are generated. The
-    prompts that it passes to `ask` are appended to prompts and groups.
+    follow: Runs for each complete group while others are generated. The prompts that it passes to
+    `ask` are appended to prompts and groups.
 
     skip_timed_out: If true, a group whose request times out in all attempts is left empty and
     `follow` is called with []; for later turns, `ask` raises RequestTimedOut. If a server refuses a
@@ -78,15 +74,15 @@ class GenerationBatch:
 
     show: Callback for a progress line. beat: Callback for each answer.
 
-    loads, peers: Slots taken per server, and the batches that are running; shared by batches that
-    run at the same time.
+    loads, peers: Slots taken per server, and all batches of the client; shared by them.
+
+    resumed: Set unless the batch is paused.
     """
 
     prompts: list["Prompt"]
     groups: list[list[Response]]
     n: int
     sampling: Sampling
-    wanted: int
     routing: Routing
     http: httpx.AsyncClient
     limits: RequestLimits
@@ -98,6 +94,7 @@ class GenerationBatch:
     accepts: Callable[[str], bool] | None = None
     loads: Counter[str] = field(default_factory=Counter)
     peers: "list[GenerationBatch]" = field(default_factory=list)
+    resumed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _num_first: int = field(init=False)  # prompts of first turns; later turns follow
     _followed: set[int] = field(init=False, default_factory=set)  # places
     _timed_out: set[int] = field(init=False, default_factory=set)  # places
@@ -105,50 +102,51 @@ class GenerationBatch:
     _asked: dict[int, asyncio.Future[Response]] = field(init=False, default_factory=dict)
     # Limit of tokens and first token with routes, by place
     _limits: dict[int, tuple[int | None, int]] = field(init=False, default_factory=dict)
-    _changed: asyncio.Event = field(init=False)
-    _waiting: deque[Request] = field(init=False)
-    _running: dict[ResponseTask, tuple[Request, Address]] = field(init=False)
+    _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _waiting: deque[Request] = field(init=False, default_factory=deque)
+    _running: dict[ResponseTask, tuple[Request, Address]] = field(init=False, default_factory=dict)
+    _ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _attempts: Counter[int] = field(init=False, default_factory=Counter)  # failed attempts by place
     _num_tokens: int = field(init=False, default=0)
-    _aborting: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self._num_first = len(self.prompts)
+        self.resumed.set()
+        self._ended.set()
 
     async def run(self) -> bool:
-        """Return True once enough groups are complete and followed, False if only a refit can help.
-
-        After a refit it can run again; it keeps the responses that it has.
+        """Return True once all groups are complete and followed, False after a pause or if only a
+        refit can help. It can run again then; it keeps the responses that it has.
         """
-        self._running, self._num_tokens = {}, 0
-        loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
-        started = time.monotonic()
-        self.peers.append(self)
+        self._num_tokens, started = 0, time.monotonic()
+        self._ended.clear()
+        loop = asyncio.get_running_loop()
         with self.routing.in_use(partial(loop.call_soon_threadsafe, self._wake)):
             try:
                 self._waiting = deque(self._make_requests())
                 self._follow_complete()
-                while self._num_complete < self._num_wanted or self._followers:
+                while (
+                    self._num_complete + len(self._timed_out) < self._num_first or self._followers
+                ):
                     self._changed.clear()
                     self._move_lost()
-                    self._send_waiting()
-                    if not self._running and self._needs_refit():
+                    if self.resumed.is_set():
+                        self._send_waiting()
+                    if not self._running and (not self.resumed.is_set() or self._needs_refit()):
                         return False
                     await self._wait()
                     self._collect()
                     seconds = time.monotonic() - started
                     if self._num_tokens or seconds > SHOW_WAIT_AFTER:
                         self.show(self._line(seconds))
-                    if self._num_complete >= self.wanted < self._num_first:
-                        await self._abort()
                 return True
             finally:
-                self.peers.remove(self)
                 ended = list(self._running)
                 for task in ended:
                     task.cancel()
                     self._take(task)
                 await asyncio.gather(*ended, return_exceptions=True)
+                self._ended.set()
 
     async def close(self) -> None:
         """Cancel the followers that still run after an error."""
@@ -161,7 +159,7 @@ class GenerationBatch:
 
     def _make_requests(self) -> list[Request]:
         first, requests = self._num_first, []
-        if self._num_complete < self._num_wanted:
+        if self.n:
             requests = make_requests(
                 self.prompts[:first],
                 self.n,
@@ -169,7 +167,6 @@ class GenerationBatch:
                 self.groups[:first],
                 self.limits,
                 num_servers=max(len(self.routing.routable(self.version)), 1),
-                single=self.wanted < first,
                 skipped=self._timed_out,
             )
         return [*requests, *map(self._next_turn, self._asked)]
@@ -219,8 +216,6 @@ class GenerationBatch:
         if self.follow is None:
             return
         for place, group in enumerate(self.groups[: self._num_first]):
-            if len(self._followed) == self.wanted:
-                return
             if place not in self._followed and self._is_complete(group):
                 self._followed.add(place)
                 self._start_follower(place, group)
@@ -230,11 +225,6 @@ class GenerationBatch:
         follower = asyncio.create_task(self.follow(place, responses, self._ask))
         follower.add_done_callback(lambda _: self._wake())
         self._followers[place] = follower
-
-    @property
-    def _num_wanted(self) -> int:
-        """Number of complete groups to wait for: `wanted`, or fewer if groups timed out."""
-        return min(self.wanted, self._num_first - len(self._timed_out))
 
     @property
     def _num_complete(self) -> int:
@@ -324,7 +314,7 @@ class GenerationBatch:
             self.routing.answered(address.url)
             self.beat()
             for place, responses in zip(request.places, answers, strict=True):
-                self.groups[place] = responses if _has_tokens(responses) else []
+                self.groups[place][:] = responses if _has_tokens(responses) else []
                 self._num_tokens += sum(len(response.token_ids) for response in responses)
                 if place in self._asked and is_complete(self.groups[place]):
                     self._settle(place, responses[0])
@@ -358,8 +348,6 @@ class GenerationBatch:
     ) -> None:
         if not self._is_needed(request):
             return
-        if self._aborting:
-            return  # enough groups are complete; a later batch continues this one
         self._attempts.update(request.places)
         attempts = max(self._attempts[place] for place in request.places)
         if attempts >= ATTEMPTS:
@@ -384,7 +372,7 @@ class GenerationBatch:
         """
         logger.warning("left out as rollout.timed_out says: %s", reason)
         for place in request.places:
-            self.groups[place] = []
+            self.groups[place].clear()
             if place in self._asked:
                 self._settle(place, RequestTimedOut(reason))
             else:
@@ -398,10 +386,10 @@ class GenerationBatch:
         """
         (place, *_) = request.places
         if place in self._asked:
-            self.groups[place] = []
+            self.groups[place].clear()
             self._settle(place, error)
         elif request.begun:
-            self.groups[place] = []
+            self.groups[place].clear()
             self._retry(replace(request, begun=()), address, str(error))
         else:
             return False
@@ -423,19 +411,25 @@ class GenerationBatch:
         }
         return sorted(version for version in found if not accepts(version))
 
-    async def _abort(self) -> None:
-        """Abort all requests in flight, and keep their tokens. Only single-turn episodes are ever
-        aborted, so no new requests come meanwhile.
+    async def pause(self) -> None:
+        """End `run`, abort its requests in flight, and keep their tokens, until `resumed` is set.
+        Only single-turn episodes are ever paused, so no follower waits for a further turn.
         """
-        self._waiting.clear()
-        self._aborting = True
+        self.resumed.clear()
         deadline = time.monotonic() + ABORT_TIMEOUT
         while self._running and time.monotonic() < deadline:
             # Repeat, because a server does not abort a request that it has not started.
             addresses = {address.url: address for _, address in self._running.values()}
             await asyncio.gather(*map(self._abort_server, addresses.values()))
-            await asyncio.wait(self._running, timeout=POLL_EVERY)
-            self._collect()
+            if self._running:
+                await asyncio.wait(self._running, timeout=POLL_EVERY)
+            await asyncio.sleep(0)  # `run` collects what they return
+        for task in list(self._running):
+            task.cancel()
+            self._take(task)
+        await asyncio.gather(*self._followers.values(), return_exceptions=True)
+        self._wake()
+        await self._ended.wait()
 
     async def _abort_server(self, address: Address) -> None:
         try:
@@ -449,7 +443,7 @@ class GenerationBatch:
             pass  # the requests' own timeouts end them
 
     def _line(self, seconds: float) -> str:
-        line = f"{self._num_complete} of {self.wanted} prompts answered"
+        line = f"{self._num_complete} of {self._num_first} prompts answered"
         if not self._num_tokens:
             return f"{line}, no answer for {seconds:.0f} s"
         return f"{line}, {self._num_tokens / seconds:,.0f} tokens/s"

@@ -233,7 +233,6 @@ def make_requests(
     limits: RequestLimits,
     *,
     num_servers: int,
-    single: bool,
     skipped: Collection[int] = (),
 ) -> list[Request]:
     """Return requests for all prompts whose groups are not complete. Groups with aborted responses
@@ -243,7 +242,6 @@ def make_requests(
         begun: Responses to each prompt so far.
         num_servers: Servers over which the prompts are spread.
         skipped: Indices of prompts that get no request.
-        single: If true, one request per prompt, so that no response waits for another prompt's.
     """
     continued = [
         Request([place], [prompts[place]], n, responses, limits.slots(prompts[place]))
@@ -262,7 +260,7 @@ def make_requests(
     for place in fresh:
         slots = limits.slots(prompts[place])
         last = requests[-1] if requests else None
-        if single or last is None or last.slots + slots > size:
+        if last is None or last.slots + slots > size:
             requests.append(Request([place], [prompts[place]], n, slots=slots))
         else:
             last.places.append(place)

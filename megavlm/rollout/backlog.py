@@ -1,4 +1,4 @@
-"""The backlog: groups that were started and not trained on, and their form in a checkpoint."""
+"""The form of the backlog in a checkpoint: groups that were started and not trained on."""
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
@@ -9,42 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megavlm.data.processor import Prompt
-from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.protocol import Response, VersionSpan
 from megavlm.rollout.trajectory import Group
-
-
-class TimedOutGroups:
-    """Counts the groups of a step whose requests timed out, and drops them or keeps them for a
-    later step (rollout.timed_out).
-    """
-
-    def __init__(self, handling: str, most: int) -> None:
-        """most: Maximum groups of a step that may time out, equal to the groups that a step trains
-        on.
-        """
-        self._handling, self._most = handling, most
-        self._kept: list[Group] = []
-        self._count = 0
-
-    def add(self, group: Group) -> None:
-        """Count a group. Raises RolloutServerError after too many."""
-        self._count += 1
-        if self._handling == "requeue":
-            self._kept.append(Group(group.prompt))
-        if self._count > self._most:
-            raise RolloutServerError(
-                f"the requests of {self._count} groups of a step timed out, more than the "
-                f"algorithm.prompts_per_step={self._most} groups that it trains on: raise "
-                "rollout.request_timeout, or lower rollout.concurrency, rollout.image_tokens or "
-                "rollout.max_new_tokens; the run can resume from its last checkpoint"
-            )
-
-    def end_step(self) -> tuple[list[Group], dict[str, float]]:
-        """Return the groups to be generated again by a later step, and the step's metrics."""
-        kept, self._kept = self._kept, []
-        count, self._count = self._count, 0
-        return kept, {} if self._handling == "fail" else {"timed_out_groups": float(count)}
 
 
 def group_state(group: Group, responses: Sequence[Response]) -> dict[str, Any]:

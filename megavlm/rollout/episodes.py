@@ -10,7 +10,7 @@ import asyncio
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -32,7 +32,6 @@ from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestRefused, RequestTimedOut
 from megavlm.inference.teacher import Teacher
 from megavlm.limited.failure import CallFailure
-from megavlm.observability.phases import Phases
 from megavlm.rewards.base import Example, ResponseDetails
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.group_tree import tree_parts
@@ -47,9 +46,8 @@ T = TypeVar("T")
 
 MAX_REPLACED = 1000  # limit of prompts in a row that cannot start an episode
 
-# RolloutClient.generate with the sampling parameters bound. It takes prompts, `n` and `follow`, and
-# for partial rollouts `begun` and `enough`. It returns the responses to each prompt.
-Generate = Callable[..., list[list[Response]]]
+# RolloutClient.generate with sampling and weights bound. It takes prompts, `n`, `groups`, `follow`.
+Generate = Callable[..., Awaitable[object]]
 
 
 class EpisodeRunner:
@@ -70,7 +68,6 @@ class EpisodeRunner:
         self._config, self._settings = config, config.environment
         self._processor, self.reward_manager, self._teacher = processor, reward_manager, teacher
         self._environments = runner.run(make_environments(config.environment))
-        self._runner = runner
         template = processor.chat_template
         self._chat = ChatFormat(
             template.call_form,
@@ -87,13 +84,7 @@ class EpisodeRunner:
             runner.run(self._agents.start())
         self.skipped: Counter[Kind] = Counter()  # prompts whose episodes could not start, by reason
 
-    def num_first(self, n: int) -> int:
-        """Return the responses that a group of n episodes has before it is played: none if agents
-        ask for all of them.
-        """
-        return n if self._agents is None else 0
-
-    def start(
+    async def start(
         self,
         groups: Sequence[Group],
         n: int,
@@ -109,10 +100,13 @@ class EpisodeRunner:
         an environment breaks its interface or makes longer prompts than the configuration allows,
         and RewardStop if a reward fails under reward.on_failure=stop.
         """
-        self._runner.run(self._start_all(groups, n, stage, step))
+        for group in groups:
+            if group.step is None:
+                group.step = step
+        await asyncio.gather(*(self._start(group, n, stage) for group in groups))
         return [group for group in groups if group.episodes]
 
-    def start_or_replace(
+    async def start_or_replace(
         self,
         groups: Sequence[Group],
         n: int,
@@ -125,24 +119,10 @@ class EpisodeRunner:
         from `draw`. Raises as `start` does, and ValueError after MAX_REPLACED such prompts in a
         row.
         """
-        return self._runner.run(self.started_or_replaced(groups, n, draw, stage=stage, step=step))
-
-    async def started_or_replaced(
-        self,
-        groups: Sequence[Group],
-        n: int,
-        draw: Callable[[int], list[Prompt]],
-        *,
-        stage: CurriculumStage | None,
-        step: int,
-    ) -> list[Group]:
-        """Async version of `start_or_replace`."""
-        await self._start_all(groups, n, stage, step)
-        started, replaced = [group for group in groups if group.episodes], 0
+        started, replaced = await self.start(groups, n, stage=stage, step=step), 0
         while len(started) < len(groups):
             drawn = [Group(prompt) for prompt in draw(len(groups) - len(started))]
-            await self._start_all(drawn, n, stage, step)
-            found = [group for group in drawn if group.episodes]
+            found = await self.start(drawn, n, stage=stage, step=step)
             replaced = 0 if found else replaced + len(drawn)
             if replaced >= MAX_REPLACED:
                 raise ValueError(
@@ -154,54 +134,51 @@ class EpisodeRunner:
             group.awaits_teacher = self._teacher is not None
         return started
 
-    def check_start(self, prompt: Prompt) -> None:
+    async def check_start(self, prompt: Prompt) -> None:
         """Raise PromptTooLong or another ValueError if no episode can start from the prompt."""
         counted, group = self.skipped.copy(), Group(prompt)
-        started = self.start([group], 1)
-        self._close_episodes([group])
+        started = await self.start([group], 1)
+        _close([group])
         if not started:
             too_long = self.skipped["long"] > counted["long"]
             self.skipped = counted
             raise (PromptTooLong if too_long else ValueError)(self._reason)
 
-    def play(
+    async def play(
         self,
         groups: Sequence[Group],
         generate: Generate,
-        *,
-        enough: int | None = None,
-        phases: Phases | None = None,
+        played: Callable[[Group], object] = lambda group: None,
     ) -> None:
-        """Play the started episodes of all groups to their end. With `enough`, play only the first
-        `enough` groups whose responses are complete; the other groups keep the responses received
-        so far.
+        """Play the started episodes of all groups to their end. Responses that groups have are
+        continued. played: Called with each group whose episodes have ended or timed out.
 
-        phases: Clock for the phase `rollout`, which includes the rewards. Raises ValueError if an
-        environment breaks its interface, RewardStop if a reward fails under reward.on_failure=stop,
-        and the errors of `generate`.
+        Raises ValueError if an environment breaks its interface, RewardStop if a reward fails under
+        reward.on_failure=stop, and the errors of `generate`.
         """
         groups = [group for group in groups if group.episodes]
         if not groups:
             return
+        responses = [list(group.responses) for group in groups]
+        for group, received in zip(groups, responses, strict=True):
+            group.responses = received  # filled while they arrive
 
-        async def follow(place: int, responses: Sequence[Response], ask: Ask) -> None:
-            await self.play_group(groups[place], responses, ask)
+        async def follow(place: int, complete: Sequence[Response], ask: Ask) -> None:
+            await self.play_group(groups[place], complete, ask)
+            played(groups[place])
 
         # The first turn of a group is one request prompt with n responses. From the second turn on,
         # each episode has a prompt of its own.
         try:
-            with phases("rollout") if phases else nullcontext():
-                answers = generate(
-                    [group.first_prompt for group in groups],
-                    n=self.num_first(len(groups[0].episodes)),
-                    begun=[group.responses for group in groups],
-                    enough=enough,
-                    follow=follow,
-                )
+            await generate(
+                [group.first_prompt for group in groups],
+                # Agents ask for all of their responses.
+                n=len(groups[0].episodes) if self._agents is None else 0,
+                groups=responses,
+                follow=follow,
+            )
         finally:
-            self._close_episodes(groups)
-        for group, found in zip(groups, answers, strict=True):
-            group.responses = tuple(found)
+            _close(groups)
 
     async def play_group(self, group: Group, responses: Sequence[Response], ask: Ask) -> None:
         """Play the started episodes of a group from their first responses to their end, or until a
@@ -216,8 +193,7 @@ class EpisodeRunner:
                 pairs = zip(group.episodes, responses, strict=True)
                 await asyncio.gather(*(self._play(*pair, ask) for pair in pairs))
         finally:
-            for episode in group.episodes:
-                episode.close()
+            _close([group])
         if group.has_ended and group.awaits_reward:
             await self._score_group(group)
         if group.has_ended and group.awaits_teacher:
@@ -231,33 +207,13 @@ class EpisodeRunner:
         taken, self.skipped = self.skipped, Counter()
         return taken
 
-    def close(self) -> None:
-        self._runner.run(self._environments.close())
+    async def close(self) -> None:
+        await self._environments.close()
         if self._agents is not None:
-            self._runner.run(self._agents.close())
+            await self._agents.close()
         if self._teacher is not None:
-            self._runner.run(self._teacher.close())
-        self._runner.run(self.reward_manager.close())
-
-    def _close_episodes(self, groups: Sequence[Group]) -> None:
-        """Close the episodes that are not played on. A group that waits for a later step starts
-        again from its prompt.
-        """
-
-        async def close() -> None:
-            for group in groups:
-                for episode in group.episodes:
-                    episode.close()
-
-        self._runner.run(close())
-
-    async def _start_all(
-        self, groups: Sequence[Group], n: int, stage: CurriculumStage | None, step: int
-    ) -> None:
-        for group in groups:
-            if group.step is None:
-                group.step = step
-        await asyncio.gather(*(self._start(group, n, stage) for group in groups))
+            await self._teacher.close()
+        await self.reward_manager.close()
 
     async def _start(self, group: Group, n: int, stage: CurriculumStage | None) -> None:
         prompt, data = group.prompt, self._config.data
@@ -404,6 +360,13 @@ class EpisodeRunner:
 
     def _name(self, prompt: Prompt) -> str:
         return f"environment.name={self._settings.name}, {prompt.row.source}"
+
+
+def _close(groups: Sequence[Group]) -> None:
+    """Close the episodes that are not played on."""
+    for group in groups:
+        for episode in group.episodes:
+            episode.close()
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:

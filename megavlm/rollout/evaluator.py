@@ -39,7 +39,8 @@ class Evaluator:
         sampler = self._sampler
 
         def start(row: Row) -> None:
-            sampler.episodes.check_start(sampler.processor.prompt(row))
+            prompt = sampler.processor.prompt(row)
+            sampler.client.run(sampler.episodes.check_start(prompt))
 
         rows, skipped = usable(sampler.test_rows, start, sampler.config.data, self._settings.limit)
         return Questions(rows, Known.of(sampler.rows.texts(), rows), skipped)
@@ -52,7 +53,7 @@ class Evaluator:
     ) -> EvaluationResult:
         """Play one episode for each row and measure, and return the result.
 
-        version, refit: Weights that must answer, as in Sampler.generate. played: Callback for each
+        version, refit: Weights that must answer, as in Sampler.play_rows. played: Callback for each
         played row.
         """
 

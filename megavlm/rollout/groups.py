@@ -32,25 +32,6 @@ def has_signal(group: Group) -> bool:
     return bool(differs(rewards, torch.zeros(len(known), dtype=torch.int64)).any())
 
 
-def until_signal(count: int, rounds: int, sample: Callable[[int], list[Group]]) -> list[Group]:
-    """Return `count` groups from `sample`. For those without signal, up to `rounds` further rounds
-    add as many groups as are missing (DAPO's dynamic sampling, arXiv 2503.14476).
-    """
-    sampled = sample(count)
-    for _ in range(rounds):
-        if (missing := count - sum(map(has_signal, sampled))) <= 0:
-            break
-        sampled += sample(missing)
-    return sampled
-
-
-def select_groups(groups: Sequence[Group], wanted: int) -> Sequence[Group]:
-    """Return the `wanted` groups to train on; groups with signal come first."""
-    if len(groups) == wanted:
-        return groups
-    return sorted(groups, key=has_signal, reverse=True)[:wanted]
-
-
 def policy_trees(
     groups: Sequence[Group],
     settings: PolicyOptimization,

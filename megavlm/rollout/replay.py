@@ -1,10 +1,11 @@
 """Groups of a recorded run (rollout.replay)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megavlm.config.algorithm import replays_routing
+from megavlm.config.algorithm import PolicyOptimization, replays_routing
 from megavlm.observability.phases import Phases
+from megavlm.rollout.buffer import Wave
 from megavlm.rollout.recorded import RecordedRollouts
 from megavlm.rollout.sampler import Refit, Sampler
 from megavlm.rollout.trajectory import Group
@@ -21,11 +22,16 @@ class ReplaySource:
         self._backlog: list[Any] = []
         self.measures: dict[str, float] = {}
 
-    def take(self, count: int, version: int, refit: Refit | None) -> list[Group]:
-        """Return all groups of the recorded step. Raises ValueError as RecordedRollouts.load does,
-        and if the step has too few groups or lacks the experts of algorithm.routing_replay.
+    def waves(
+        self, version: int, refit: Refit | None, least_tokens: int | None = None
+    ) -> Iterator[Wave[Group]]:
+        """Yield the recorded step as one wave; the groups that were trained on come first. Raises
+        ValueError as RecordedRollouts.load does, and if the step has too few groups or lacks the
+        experts of algorithm.routing_replay.
         """
-        sampler, step = self._sampler, version + 1
+        sampler, step, algorithm = self._sampler, version + 1, self._sampler.config.algorithm
+        assert isinstance(algorithm, PolicyOptimization)
+        count = algorithm.prompts_per_step
         with self._phases("rollout"):
             recorded = RecordedRollouts(self._folder)
             groups = recorded.load(step, sampler.rows, sampler.processor)
@@ -35,14 +41,14 @@ class ReplaySource:
                 f"than algorithm.prompts_per_step={count}: lower that"
             )
         responses = [r for group in groups for e in group.episodes for r in e.responses]
-        replays = replays_routing(sampler.config.algorithm)
+        replays = replays_routing(algorithm)
         if replays and all(response.routes is None for response in responses):
             raise ValueError(
                 f"algorithm.routing_replay=true replays experts, but rollout.replay={self._folder} "
                 f"has none in step {step}: record them with routing_replay=true, or set it to false"
             )
         self.measures = self._stream.measures
-        return groups
+        yield Wave(groups[:count], range(count), left_out=groups[count:])
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._stream.state_dict(), "backlog": self._backlog}

@@ -17,7 +17,7 @@ from megavlm.inference.client import RolloutClient
 from megavlm.inference.protocol import Sampling, adapter_name
 from megavlm.inference.routes import route_shape
 from megavlm.inference.teacher import Teacher
-from megavlm.rollout.episodes import EpisodeRunner, Generate
+from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.rewards import make_reward_manager
 from megavlm.rollout.trajectory import Group
 
@@ -65,22 +65,6 @@ class Sampler:
         held, size = held_for(self.config.rollout), algorithm.prompts_per_step
         return stream(processor.prompt, batch_size=size, held=held)
 
-    def generate(
-        self, how: Sampling, version: int | None, refit: Refit | None, *, skip: bool = False
-    ) -> Generate:
-        """Return the client's `generate` with the sampling parameters `how`.
-
-        version: Weight version that must generate the responses; None accepts any. refit: Pushes
-        the weights to servers that restarted. skip: Leave out groups whose requests time out.
-        """
-        return partial(
-            self.client.generate,
-            sampling=at_version(self.config, how, version),
-            weight_version=version,
-            refit=refit,
-            skip_timed_out=skip,
-        )
-
     def play_rows(
         self,
         rows: Sequence[Row],
@@ -90,21 +74,37 @@ class Sampler:
         refit: Refit | None = None,
     ) -> Iterator[Group]:
         """Play n episodes from each row, and yield the groups in the order of the rows. A group has
-        no episodes if they could not start, and responses have no routes. The arguments are as in
-        `generate`.
+        no episodes if they could not start, and responses have no routes.
+
+        version: Weight version that must generate the responses; None accepts any. refit: Pushes
+        the weights to servers that restarted.
         """
-        generate = self.generate(replace(how, routes=None), version, refit)
+
+        async def push() -> None:
+            assert refit is not None
+            refit()
+
+        generate = partial(
+            self.client.generate,
+            sampling=at_version(self.config, replace(how, routes=None), version),
+            weight_version=version,
+            refit=None if refit is None else push,
+        )
+
+        async def play(groups: Sequence[Group]) -> None:
+            await self.episodes.start(groups, n)
+            self.episodes.take_skipped()  # they are counted for training prompts only
+            await self.episodes.play(groups, generate)
+
         for start in range(0, len(rows), ROWS_AT_ONCE):
             groups = [Group(self.processor.prompt(row)) for row in rows[start:][:ROWS_AT_ONCE]]
-            self.episodes.start(groups, n)
-            self.episodes.take_skipped()  # they are counted for training prompts only
-            self.episodes.play(groups, generate)
+            self.client.run(play(groups))
             yield from groups
 
     def close(self) -> None:
         """End the processes of the environment and the rewards."""
         if self._client is not None:
-            self.episodes.close()
+            self.client.run(self.episodes.close())
 
 
 def sampling(config: Config, processor: Processor) -> Sampling:

@@ -1,42 +1,29 @@
 """The source of the groups that a step trains on: the one door through which experience comes."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from megavlm.environments.curriculum import Curriculum
 from megavlm.inference.connect import Connection
 from megavlm.observability.phases import Phases
 from megavlm.rollout.ahead.handle import AheadSource
-from megavlm.rollout.in_step import InStepSource
+from megavlm.rollout.buffer import Wave
+from megavlm.rollout.local import LocalSource
 from megavlm.rollout.replay import ReplaySource
 from megavlm.rollout.sampler import Refit, Sampler
 from megavlm.rollout.trajectory import Group
-from megavlm.rollout.wave import Wave
 
 
-class GroupSource(Protocol):
-    """Source of groups, on the driver only.
+class Experience(Protocol):
+    """What a run trains on, on the driver only: a source of groups, or a stream of prompts."""
 
-    measures: Metrics of the last `take`, under their names in observability/metrics.py.
-    """
-
-    measures: dict[str, float]
-
-    def take(self, count: int, version: int, refit: Refit | None) -> list[Group]:
-        """Return played groups for the next step: `count`, or more with dynamic sampling, because
-        it replaces groups without signal by further prompts. It is called once per step.
-
-        version: Version of the current weights, equal to the number of finished steps. refit:
-        Pushes the weights to servers that restarted; None if the servers keep the weights that
-        they started with.
-
-        Raises the errors of rollouts: ValueError for rows or environments that cannot be used,
-        RewardStop, RolloutRequestError and RolloutServerError.
-        """
+    @property
+    def measures(self) -> dict[str, float]:
+        """Metrics of the last step, under their names in observability/metrics.py."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the position in the data, and the groups that were
-        started and not trained on. All sources read the states of all others.
+        started and not trained on. All sources of groups read the states of all others.
         """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -46,15 +33,23 @@ class GroupSource(Protocol):
         """End all processes of the source."""
 
 
-@runtime_checkable
-class WaveSource(GroupSource, Protocol):
-    """Source that can also hand over the groups of a step as they are played."""
+class GroupSource(Experience, Protocol):
+    """Source of groups."""
 
     def waves(
-        self, count: int, version: int, refit: Refit | None, least_tokens: int
-    ) -> Iterator[Wave]:
-        """Yield the groups to train on in the step, in waves. Only the last wave may have fewer
-        than `least_tokens` tokens. Generation goes on between two waves. Raises as `take` does.
+        self, version: int, refit: Refit | None, least_tokens: int | None = None
+    ) -> Iterator[Wave[Group]]:
+        """Yield the played groups of the next step in waves: algorithm.prompts_per_step groups, and
+        with the last wave those that dynamic sampling left out. It is called once per step.
+
+        version: Version of the current weights, equal to the number of finished steps. refit:
+        Pushes the weights to servers that restarted; None if the servers keep the weights that
+        they started with. least_tokens: Tokens of a wave; the last one may have fewer. None yields
+        the step as one wave. Where rollouts go on while the trainer trains, they go on between two
+        waves.
+
+        Raises the errors of rollouts: ValueError for rows or environments that cannot be used,
+        RewardStop, RolloutRequestError and RolloutServerError.
         """
 
 
@@ -69,7 +64,7 @@ def make_source(
     rollout = sampler.config.rollout
     if rollout.replay is not None:
         return ReplaySource(sampler, rollout.replay, phases)
-    if rollout.max_staleness == 0 and not rollout.overlap:
-        return InStepSource(sampler, curriculum, phases)
+    if not rollout.is_ahead:
+        return LocalSource(sampler, curriculum, phases)
     assert connection is not None
     return AheadSource(sampler.config, connection, curriculum, phases)

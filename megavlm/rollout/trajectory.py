@@ -150,5 +150,14 @@ class Group:
         return [prompt for episode in self.episodes for prompt in episode.prompts]
 
     @property
+    def num_tokens(self) -> int:
+        """Number of the tokens of a played group, its prompt counted once."""
+        start = len(self.start.token_ids)
+        return start + sum(
+            len(episode.prompts[-1].token_ids) - start + len(episode.responses[-1].token_ids)
+            for episode in self.episodes
+        )
+
+    @property
     def scores(self) -> list[Score]:
         return [episode.score for episode in self.episodes]

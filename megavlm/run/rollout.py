@@ -14,7 +14,7 @@ from megavlm.inference.protocol import Response, VersionSpan
 from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
 from megavlm.rollout.groups import rollout_metrics, sample_records
-from megavlm.rollout.in_step import InStepSource
+from megavlm.rollout.local import LocalSource
 from megavlm.rollout.sampler import Sampler
 from megavlm.run.checks.run_lock import run_lock
 from megavlm.run.model_paths import served_folder
@@ -55,11 +55,12 @@ def _record(config: Config, connection: Connection, progress: Progress) -> None:
     algorithm, sampler = config.algorithm, Sampler(config, connection.client)
     assert isinstance(algorithm, PolicyOptimization)
     curriculum = Curriculum(config.curriculum)
-    source = InStepSource(sampler, curriculum, Phases())
+    source = LocalSource(sampler, curriculum, Phases())
     recorder = Recorder(config, progress, step=0)
     with closing(recorder), closing(sampler), closing(source):
         for step in range(1, algorithm.steps + 1):
-            groups = source.take(algorithm.prompts_per_step, step - 1, refit=None)
+            (wave,) = source.waves(step - 1, refit=None)
+            groups = wave.groups
             for episode in (episode for group in groups for episode in group.episodes):
                 episode.responses = [_of_first_weights(r) for r in episode.responses]
             recorder.rollouts.save(step, groups)  # not best-effort, as it is in training

@@ -94,7 +94,7 @@ def train(config: Config, progress: Progress) -> bool:
         driver = None
         if mesh.is_driver:
             with phases("data"):
-                driver = Driver(config, train_state.hf_config, mesh, connection, progress, phases)
+                driver = Driver(config, train_state.hf_config, mesh, connection, progress)
         sync = None
         if generates(config):
             sync = WeightSync.from_config(
@@ -106,7 +106,8 @@ def train(config: Config, progress: Progress) -> bool:
                 None if connection is None else connection.server_pool,
             )
             stack.callback(sync.close)
-        trainer = _trainer(train_state, driver, sync)
+        with phases("data"):
+            trainer = _trainer(train_state, driver, sync)
         trainer.setup()
         if changed:  # recorded only now, as a resume that is refused is not a start
             write(config, config.run.dir)

@@ -8,7 +8,7 @@ parallelism a rank holds only part of a sequence; sums over sequences are gather
 ranks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -26,13 +26,10 @@ from megavlm.data.packing import Pack, Tree
 from megavlm.data.target_tokens import TargetColumns, concatenate
 
 
-def with_advantages(
-    minibatches: Sequence[Sequence[Tree]], settings: GRPO, *, is_whole: bool = True
-) -> list[list[Tree]]:
-    """Return the trees of a step's minibatches with `advantages` in their columns. The KL in the
+def with_advantages(minibatches: Sequence[Sequence[Tree]], settings: GRPO) -> list[list[Tree]]:
+    """Return the trees of a wave's minibatches with `advantages` in their columns. The KL in the
     reward is not included: with kl_in=reward the columns also get `rows`, which `add_kl_advantages`
-    uses later. is_whole: False for a wave of the step, whose advantages are whitened by
-    `whiten_advantages` later. Driver only.
+    uses later. Neither is the normalisation over the step of `whiten_advantages`. Driver only.
     """
     estimator = load_advantage_estimator(settings)
     tables = [
@@ -40,9 +37,7 @@ def with_advantages(
         for trees in minibatches
         if trees  # a wave may have none of a minibatch
     ]
-    values = chain.from_iterable(
-        _of_segments(estimator, tables, settings, whitens=estimator.whiten and is_whole)
-    )
+    values = chain.from_iterable(_of_segments(estimator, table, settings) for table in tables)
     result = []
     for trees in minibatches:
         parts, num = [], 0
@@ -61,35 +56,18 @@ def with_advantages(
 
 
 def _of_segments(
-    estimator: Estimator,
-    tables: Sequence[Sequence[TargetColumns]],
-    settings: GRPO,
-    *,
-    whitens: bool,
-) -> list[list[Tensor]]:
-    """Return the advantages of each minibatch's segments. tables: Columns of the segments; only the
+    estimator: Estimator, table: Sequence[TargetColumns], settings: GRPO
+) -> list[Tensor]:
+    """Return the advantages of a minibatch's segments. table: Columns of the segments; only the
     last token of a turn has a reward. The tokens of a segment share one value if the estimator
     gives them one.
     """
     rows = slice(-1, None) if estimator.of_turns else slice(None)
-    made = [estimator(_inputs(table, rows), settings) for table in tables]
-    sizes = [[len(columns.rewards) for columns in table] for table in tables]
+    made = estimator(_inputs(table, rows), settings)
+    sizes = [len(columns.rewards) for columns in table]
     if not estimator.of_turns:
-        made = _whitened(made, map(_weights, tables)) if whitens else made
-        return [[*values.split(each)] for values, each in zip(made, sizes, strict=True)]
-    if whitens:
-        lengths = [torch.tensor(each) for each in sizes]
-        of_tokens = [x.repeat_interleave(each) for x, each in zip(made, lengths, strict=True)]
-        whitened = _whitened(of_tokens, map(_weights, tables))
-        made = [x[each.cumsum(0) - 1] for x, each in zip(whitened, lengths, strict=True)]
-    return [
-        [value.expand(size) for value, size in zip(values.unbind(), each, strict=True)]
-        for values, each in zip(made, sizes, strict=True)
-    ]
-
-
-def _weights(table: Sequence[TargetColumns]) -> Tensor:
-    return torch.cat([columns.loss_weights for columns in table])
+        return list(made.split(sizes))
+    return [value.expand(size) for value, size in zip(made.unbind(), sizes, strict=True)]
 
 
 def add_kl_advantages(
@@ -99,26 +77,21 @@ def add_kl_advantages(
     *,
     kl_coefficient: float,
     over_all: Reduce,
-    is_whole: bool = True,
 ) -> None:
     """Recompute the packs' `advantages` with the KL in the reward. Collective.
 
     num_targets: Target tokens of each minibatch, on all ranks together. over_all: Sum over all
-    ranks that hold packs. is_whole: As in `with_advantages`.
+    ranks that hold packs.
     """
     estimator = load_advantage_estimator(settings)
-    present, tables = [packs for packs in minibatches if packs], []
     for packs, num in zip(minibatches, num_targets, strict=True):
         if not packs:
             continue
         held = concatenate([pack.columns for pack in packs if pack.columns is not None])
         assert held.rows is not None
         rewards = held.rewards - kl_coefficient * _kl(held, settings)
-        tables.append(_scattered(replace(held, rewards=rewards), held.rows, num, over_all))
-    made = [estimator(_inputs([table]), settings) for table in tables]
-    if estimator.whiten and is_whole:
-        made = _whitened(made, [table.loss_weights for table in tables])
-    for packs, advantages in zip(present, made, strict=True):
+        table = _scattered(replace(held, rewards=rewards), held.rows, num, over_all)
+        advantages = estimator(_inputs([table]), settings)
         for pack in packs:
             assert pack.columns is not None and pack.columns.rows is not None
             pack.columns = replace(pack.columns, advantages=advantages[pack.columns.rows])
@@ -163,12 +136,6 @@ def whiten_advantages(packs: Sequence[Pack], *, over_all: Reduce) -> None:
     for pack, part in zip(packs, parts, strict=True):
         assert pack.columns is not None
         pack.columns = replace(pack.columns, advantages=part)
-
-
-def _whitened(made: Sequence[Tensor], weights: Iterable[Tensor]) -> list[Tensor]:
-    """Whiten the advantages of all minibatches together. weights: Loss weights of their tokens."""
-    counted = torch.cat([*weights]) > 0
-    return list(whiten(torch.cat([*made]), counted).split([len(x) for x in made]))
 
 
 def _inputs(tables: Sequence[TargetColumns], rows: slice = slice(None)) -> AdvantageInputs:

@@ -38,6 +38,8 @@ class PreferenceTrainer(BaseTrainer):
         assert isinstance(train_state.config.algorithm, DPO)
         self.settings = train_state.config.algorithm
         self.over_context = summing(train_state.mesh.groups.cp)
+        if driver is not None:
+            driver.experience = self.prompts = driver.sampler.prompt_stream()
         # By the row's index: log-probs of the chosen and of the rejected response. Driver only.
         self.reference_logprobs: dict[int, Sequence[float]] = {}
 
@@ -52,7 +54,7 @@ class PreferenceTrainer(BaseTrainer):
         with phases("data"):
             prompts = None
             if self.driver is not None:
-                prompts = self.driver.prompts.take(self.settings.batch_size)
+                prompts = self.prompts.take(self.settings.batch_size)
         with phases("plan"):
             batch = self.share(None if prompts is None else self.plan(prompts))
         with phases("vision"):

@@ -1,27 +1,23 @@
-"""The driver, rank 0's part of a run: its data or groups, the plan of each step, evaluation and
-records.
-"""
+"""The driver, rank 0's part of a run: the plan of each step, evaluation and records."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megavlm.config.algorithm import DataTraining
 from megavlm.config.schema import Config
-from megavlm.data.loader import PromptStream
 from megavlm.environments.curriculum import Curriculum
 from megavlm.inference.connect import Connection
 from megavlm.inference.teacher import check_tokenizers
-from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
 from megavlm.parallel.mesh import Mesh
 from megavlm.rollout.evaluator import Evaluator
 from megavlm.rollout.sampler import Sampler
-from megavlm.rollout.source import GroupSource, make_source
+from megavlm.rollout.source import Experience
 from megavlm.training.recorder import Recorder
 from megavlm.training.step.planner import StepPlanner
 
 
 class Driver:
+    experience: Experience  # set by the trainer
     recorder: Recorder  # after start
 
     def __init__(
@@ -31,10 +27,9 @@ class Driver:
         mesh: Mesh,
         connection: Connection | None,
         progress: Progress,
-        phases: Phases,
     ) -> None:
         """Load the data and start the rewards. connection: The rollout servers; None in a run that
-        generates nothing. phases: Clock of the run.
+        generates nothing.
         """
         self.config, self.connection, self._progress = config, connection, progress
         self.sampler = Sampler(config, None if connection is None else connection.client)
@@ -43,11 +38,6 @@ class Driver:
         self.planner = StepPlanner(config, hf_config, mesh, self.sampler.processor)
         self.evaluator = Evaluator(self.sampler, config.evaluation)
         self.curriculum = Curriculum(config.curriculum)
-        self.experience: GroupSource | PromptStream = (
-            self.sampler.prompt_stream()
-            if isinstance(config.algorithm, DataTraining)
-            else make_source(self.sampler, connection, self.curriculum, phases)
-        )
 
     def start(self, step: int, state: Mapping[str, Any] | None) -> None:
         """Open the records at `step`, and restore `state`, the `state_dict` of a checkpoint."""
@@ -58,18 +48,6 @@ class Driver:
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.experience.state_dict(), "curriculum": self.curriculum.state_dict()}
-
-    @property
-    def source(self) -> GroupSource:
-        """Source of the groups of policy optimization."""
-        assert not isinstance(self.experience, PromptStream)
-        return self.experience
-
-    @property
-    def prompts(self) -> PromptStream:
-        """Stream of the prompts of SFT and DPO."""
-        assert isinstance(self.experience, PromptStream)
-        return self.experience
 
     def record(
         self, step: int, metrics: dict[str, float], samples: Sequence[Mapping[str, Any]]

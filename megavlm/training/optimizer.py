@@ -3,7 +3,7 @@ schedule.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import ceil
@@ -130,8 +130,42 @@ class Updater:
         scoring: Scoring | None = None,
         value_head_alone: bool = False,
     ) -> dict[str, float]:
-        """Accumulate gradients over `packs` and make at most one optimizer step. Returns measures
-        summed over all ranks. Collective.
+        """Accumulate the gradients of `packs` and apply them; see `apply`. Collective."""
+        self.zero_gradients()
+        reports = self.accumulate(packs, features, loss_function, scoring)
+        return self.apply(reports, step=step, value_head_alone=value_head_alone)
+
+    def accumulate(
+        self,
+        packs: Sequence[Pack],
+        features: VisionFeatures,
+        loss_function: LossFunction,
+        scoring: Scoring | None = None,
+        *,
+        is_last: bool = True,
+    ) -> list[Measures]:
+        """Add the packs' gradients to the present ones, and reduce the sum with the last packs of
+        an update. Returns the packs' measures. Collective.
+        """
+        if not packs:  # on every rank
+            if is_last:
+                reduce_gradients(self.chunks)
+            return []
+        with nullcontext() if is_last else without_reduction(self.chunks):
+            return forward_backward(
+                self.chunks, packs, features, scoring or Scoring(), loss_function
+            )
+
+    def apply(
+        self,
+        reports: Sequence[Measures],
+        *,
+        step: int,
+        scale: float = 1.0,
+        value_head_alone: bool = False,
+    ) -> dict[str, float]:
+        """Make at most one optimizer step with the accumulated gradients times `scale`. Returns
+        measures summed over all ranks. Collective.
 
         The optimizer step is skipped if a gradient is not finite (`skipped_updates`), or if the
         loss reports `signal` and no token has any (`updates_without_signal`). In the second case
@@ -139,43 +173,13 @@ class Updater:
         gradients in its moments into a full step. A skipped step does not advance the schedule.
         Raises NotFiniteError, which names `step`, after too many non-finite updates in a row.
 
-        value_head_alone: Update the value head only; see `step`.
+        reports: Measures from `accumulate`. value_head_alone: Update the value head only; see
+        `step`.
         """
-        self.zero_gradients()
-        reports = forward_backward(
-            self.chunks, packs, features, scoring or Scoring(), loss_function
-        )
-        return self._apply(reports, step, value_head_alone=value_head_alone)
-
-    def accumulate(
-        self,
-        packs: Sequence[Pack],
-        features: VisionFeatures,
-        loss_function: LossFunction,
-        scoring: Scoring,
-    ) -> list[Measures]:
-        """Add the packs' gradients to the present ones, which `update_accumulated` reduces and
-        applies. Returns the packs' measures. Collective.
-        """
-        with without_reduction(self.chunks):
-            return forward_backward(self.chunks, packs, features, scoring, loss_function)
-
-    def update_accumulated(
-        self, reports: Sequence[Measures], *, scale: float, step: int
-    ) -> dict[str, float]:
-        """Make the update of the accumulated gradients times `scale`. reports: Measures from
-        `accumulate`. Returns measures as `update` does. Collective.
-        """
-        reduce_gradients(self.chunks)
-        for chunk in self.chunks:
-            chunk.scale_gradients(scale)
-        scaled = [report | {"loss": scale * report["loss"]} for report in reports]
-        return self._apply(scaled, step)
-
-    def _apply(
-        self, reports: Sequence[Measures], step: int, *, value_head_alone: bool = False
-    ) -> dict[str, float]:
-        """Make at most one optimizer step with the reduced gradients; see `update`."""
+        if scale != 1.0:
+            for chunk in self.chunks:
+                chunk.scale_gradients(scale)
+            reports = [report | {"loss": scale * report["loss"]} for report in reports]
         self.finish()  # gathers that no forward has waited for, such as an unused tower's
         measures = reduce_measures(reports, self.mesh)
         skipped = not self.gradients_are_finite()

@@ -1,7 +1,7 @@
 """Policy optimization on rollouts. `train_step` shows one step from top to bottom."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megavlm.algorithms.kl import adapted
@@ -10,8 +10,10 @@ from megavlm.data.packing import Pack
 from megavlm.inference.protocol import Sampling
 from megavlm.models.common.logprobs import Scoring
 from megavlm.parallel.collectives import broadcast_object, summing
+from megavlm.rollout.buffer import Wave
 from megavlm.rollout.groups import policy_trees, rollout_metrics, sample_records
-from megavlm.rollout.wave import Wave
+from megavlm.rollout.source import GroupSource, make_source
+from megavlm.rollout.trajectory import Group
 from megavlm.training.advantages import add_kl_advantages, whiten_advantages, with_advantages
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.driver import Driver
@@ -27,8 +29,8 @@ from megavlm.training.waves import (
     ArrivedWaves,
     StepGroups,
     done_early,
+    needs_whole_step,
     wave_tokens,
-    waves_of_step,
 )
 from megavlm.weight_sync.sync import WeightSync
 
@@ -42,7 +44,16 @@ class PolicyTrainer(BaseTrainer):
         super().__init__(train_state, driver, sync)
         assert isinstance(train_state.config.algorithm, GRPO | PPO)
         self.settings = train_state.config.algorithm
-        self.early = done_early(train_state.config)
+        self.needs_whole_step = needs_whole_step(self.settings)
+        self.wave_tokens: int | None = None  # the step is one wave
+        if done_early(train_state.config) != "nothing":
+            self.wave_tokens = wave_tokens(train_state.config, train_state.mesh.data_size)
+        self.source: GroupSource | None = None  # on the driver
+        if driver is not None:
+            self.source = make_source(
+                driver.sampler, driver.connection, driver.curriculum, train_state.phases
+            )
+            driver.experience = self.source
 
     def setup(self) -> None:
         train_state, driver = self.train_state, self.driver
@@ -59,13 +70,12 @@ class PolicyTrainer(BaseTrainer):
 
     def train_step(self) -> None:
         state, phases = self.train_state, self.train_state.phases
-        groups, arrived = self.begin_step(), ArrivedWaves()
+        waves, groups, arrived = self.waves(), StepGroups(self.settings), ArrivedWaves()
         while not arrived.is_complete:  # one wave, or several with rollout.overlap
             # the source times the phases data, reward and rollout itself
-            wave = self.weights.run_on_driver(lambda: self.sample(groups))
+            wave = self.weights.run_on_driver(waves.__next__)
             with phases("plan"):
-                plan = None if wave is None else self.plan(groups, wave)
-                batch = self.share(plan)
+                batch = self.share(None if wave is None else self.plan(groups, wave))
             with phases("vision"):
                 features = self.encode(batch)
             with phases("reference"):
@@ -75,9 +85,10 @@ class PolicyTrainer(BaseTrainer):
             with phases("advantages"):
                 self.add_advantages(batch, features)
             arrived.add(batch, features)
-            if self.early == "gradients" and not arrived.is_single:
+            if not self.needs_whole_step:
                 with phases("update"):
-                    self.accumulate(arrived, batch, features)
+                    self.begin_update(arrived, batch, features)
+        self.record_rollouts(groups)
         batch, features = arrived.joined()
         with phases("advantages"):
             self.complete_advantages(batch)
@@ -88,44 +99,22 @@ class PolicyTrainer(BaseTrainer):
         if state.config.rollout.replay is None:
             with phases("sync"):
                 self.weights.push()
-        if groups is not None:
+        if self.driver is not None:
             metrics = rollout_metrics(groups.sampled, state.step - 1) | metrics
-            assert self.driver is not None
             samples = sample_records(groups.trained, self.driver.sampler.processor.pieces)
-            metrics |= {"waves": float(groups.num_waves)} if self.early != "nothing" else {}
+            metrics |= {} if self.wave_tokens is None else {"waves": float(groups.num_waves)}
             self.record(metrics, num_tokens=batch.num_tokens, samples=samples)
 
-    def begin_step(self) -> StepGroups | None:
-        """Return the groups of the next step on the driver, None on other ranks."""
-        state, driver = self.train_state, self.driver
-        if driver is None:
-            return None
-        tokens = None
-        if self.early != "nothing":
-            tokens = wave_tokens(state.config, state.mesh.data_size)
-        waves = waves_of_step(
-            driver.source,
-            self.settings.prompts_per_step,
-            state.step,
-            self.weights.refit,
-            least_tokens=tokens,
-        )
-        return StepGroups(waves, self.settings)
+    def waves(self) -> Iterator[Wave[Group]]:
+        """Return the waves of the next step. Only the driver has them."""
+        if self.source is None:
+            return iter(())
+        return self.source.waves(self.train_state.step, self.weights.refit, self.wave_tokens)
 
-    def sample(self, groups: StepGroups | None) -> Wave:
-        """Return the next groups of the step with their rewards. Driver only."""
-        state, driver = self.train_state, self.driver
-        assert driver is not None and groups is not None
-        wave = groups.take()
-        if wave.is_last and state.config.run.record_rollouts:
-            with state.phases("record"):
-                driver.recorder.record_rollouts(state.step + 1, groups.sampled)
-        return wave
-
-    def plan(self, groups: StepGroups | None, wave: Wave) -> StepPlan:
+    def plan(self, groups: StepGroups, wave: Wave[Group]) -> StepPlan:
         """Return the plan of a wave of the step. Driver only."""
-        config = self.train_state.config
-        assert self.driver is not None and groups is not None
+        config, driver = self.train_state.config, self.driver
+        assert driver is not None
         minibatches = [
             policy_trees(
                 minibatch,
@@ -136,12 +125,11 @@ class PolicyTrainer(BaseTrainer):
                 units=groups.units,
                 has_teacher=bool(config.distillation.urls),
             )
-            for minibatch in groups.minibatches(wave)
+            for minibatch in groups.add(wave)
         ]
         if isinstance(self.settings, GRPO):
-            is_whole = self.early == "nothing"
-            minibatches = with_advantages(minibatches, self.settings, is_whole=is_whole)
-        return self.driver.planner.plan(
+            minibatches = with_advantages(minibatches, self.settings)
+        return driver.planner.plan(
             minibatches,
             [prompt for group in wave.groups for prompt in group.prompts],
             [group.prompt for group in wave.groups],
@@ -149,6 +137,12 @@ class PolicyTrainer(BaseTrainer):
             is_first=groups.num_waves == 1,
             loss_scales=groups.loss_scales,
         )
+
+    def record_rollouts(self, groups: StepGroups) -> None:
+        state = self.train_state
+        if self.driver is not None and state.config.run.record_rollouts:
+            with state.phases("record"):
+                self.driver.recorder.record_rollouts(state.step + 1, groups.sampled)
 
     def add_reference_logprobs(self, batch: RankBatch, features: VisionFeatures) -> None:
         """Add the reference's log-probs. Nothing is computed while the policy still is the
@@ -210,13 +204,12 @@ class PolicyTrainer(BaseTrainer):
                 self.settings,
                 kl_coefficient=self.state["kl_coefficient"],
                 over_all=summing(mesh.groups.dp_cp),
-                is_whole=self.early == "nothing",
             )
 
     def complete_advantages(self, batch: RankBatch) -> None:
         """Finish advantages that need the whole step. Collective."""
         mesh = self.train_state.mesh
-        if mesh.is_last_stage and self.early == "passes":
+        if mesh.is_last_stage and self.needs_whole_step:
             whiten_advantages(batch.packs, over_all=summing(mesh.groups.dp_cp))
 
     @property
@@ -224,32 +217,36 @@ class PolicyTrainer(BaseTrainer):
         in_reward = self.settings.kl_in == "reward"
         return in_reward and self.reference is not None and not self.is_reference
 
-    def accumulate(self, arrived: ArrivedWaves, batch: RankBatch, features: VisionFeatures) -> None:
+    def begin_update(
+        self, arrived: ArrivedWaves, batch: RankBatch, features: VisionFeatures
+    ) -> None:
         """Accumulate the gradients of a wave for the step's first update. Collective."""
         updater = self.train_state.updater
-        if arrived.reports is None:
+        if arrived.num_waves == 1:
             updater.zero_gradients()
-            arrived.reports = []
-        if packs := batch.minibatches[0]:
-            loss = self.loss(is_first=True)
-            arrived.reports += updater.accumulate(packs, features, loss, self.scoring)
+        arrived.reports += updater.accumulate(
+            batch.minibatches[0],
+            features,
+            self.loss(is_first=True),
+            self.scoring,
+            is_last=arrived.is_complete,
+        )
 
     def update(
-        self, batch: RankBatch, features: VisionFeatures, begun: list[Measures] | None = None
+        self, batch: RankBatch, features: VisionFeatures, begun: Sequence[Measures]
     ) -> dict[str, float]:
         """Make all updates of the step. Returns metrics. begun: Measures of the first update if its
         gradients are accumulated. Collective.
         """
+        updater, step = self.train_state.updater, self.train_state.step + 1
         reports: list[dict[str, float]] = []
         for packs in batch.minibatches * self.settings.epochs:
-            if begun is not None and not reports:
+            if not reports and not self.needs_whole_step:
                 assert batch.loss_scales is not None
-                scale, step = batch.loss_scales[0], self.train_state.step + 1
-                updater = self.train_state.updater
-                reports.append(updater.update_accumulated(begun, scale=scale, step=step))
-                continue
-            loss = self.loss(is_first=not reports)
-            reports.append(self.update_minibatch(packs, features, loss))
+                reports.append(updater.apply(begun, step=step, scale=batch.loss_scales[0]))
+            else:
+                loss = self.loss(is_first=not reports)
+                reports.append(self.update_minibatch(packs, features, loss))
         metrics = policy_metrics(reports)
         self.adapt_kl(metrics)
         return metrics

@@ -2,7 +2,7 @@
 values computed before the advantages and the critic's loss in the update.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,9 +94,8 @@ class PPOTrainer(PolicyTrainer):
             super().add_old_logprobs(batch, features)
 
     def update(
-        self, batch: RankBatch, features: VisionFeatures, begun: list[Measures] | None = None
+        self, batch: RankBatch, features: VisionFeatures, begun: Sequence[Measures]
     ) -> dict[str, float]:
-        assert begun is None, "the loss needs the whole step"
         if self.critic is None:
             return self.update_shared(batch, features)
         theirs = self.critic.features(features, batch.images)
@@ -115,7 +114,7 @@ class PPOTrainer(PolicyTrainer):
         self.critic.updater.finish()
         if self.critic_alone:
             return metrics | self.engine_gap(batch, features)
-        return metrics | super().update(batch, features)
+        return metrics | super().update(batch, features, begun)
 
     def engine_gap(self, batch: RankBatch, features: VisionFeatures) -> dict[str, float]:
         """Return the engine metrics of a warm-up step. It computes no policy loss, so they take a

@@ -5,12 +5,22 @@ for GRPO.
 from megavlm.config.algorithm import SFT
 from megavlm.data.packing import supervised_tree
 from megavlm.training.base_trainer import BaseTrainer
+from megavlm.training.driver import Driver
 from megavlm.training.losses import supervised_loss
 from megavlm.training.metrics import supervised_metrics
 from megavlm.training.step.step_plan import StepPlan
+from megavlm.training.train_state import TrainState
+from megavlm.weight_sync.sync import WeightSync
 
 
 class SupervisedTrainer(BaseTrainer):
+    def __init__(
+        self, train_state: TrainState, driver: Driver | None, sync: WeightSync | None
+    ) -> None:
+        super().__init__(train_state, driver, sync)
+        if driver is not None:
+            driver.experience = self.prompts = driver.sampler.prompt_stream()
+
     def train_step(self) -> None:
         state, phases = self.train_state, self.train_state.phases
         with phases("data"):
@@ -30,6 +40,6 @@ class SupervisedTrainer(BaseTrainer):
         if (driver := self.driver) is None:
             return None
         assert isinstance(self.train_state.config.algorithm, SFT)
-        prompts = driver.prompts.take(self.train_state.config.algorithm.batch_size)
+        prompts = self.prompts.take(self.train_state.config.algorithm.batch_size)
         trees = [supervised_tree(prompt) for prompt in prompts]
         return driver.planner.plan([trees], prompts, prompts, tower_trained=self.tower_trained)

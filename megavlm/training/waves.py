@@ -1,38 +1,32 @@
-"""Waves: a step's groups, worked on as they arrive (rollout.overlap). Without it, a step is one
+"""Waves: the groups of a step, worked on as they arrive. Without rollout.overlap, a step is one
 wave.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from megavlm.algorithms.registry import load_advantage_estimator
 from megavlm.config.algorithm import GRPO, PolicyOptimization
 from megavlm.config.schema import Config
-from megavlm.rollout.groups import select_groups, units_of
-from megavlm.rollout.sampler import Refit
-from megavlm.rollout.source import GroupSource, WaveSource
+from megavlm.rollout.buffer import Wave
+from megavlm.rollout.groups import units_of
 from megavlm.rollout.trajectory import Group
-from megavlm.rollout.wave import Wave
 from megavlm.training.forward_backward import Measures
 from megavlm.training.step.rank_batch import RankBatch
 from megavlm.training.step.rank_images import RankImages
 from megavlm.training.step.vision_features import VisionFeatures
 
-Early = Literal["nothing", "passes", "gradients"]
 
-
-def done_early(config: Config) -> Early:
-    """Return the work of a step that is done before its last group has arrived. This is the only
-    place that decides it.
+def done_early(config: Config) -> Literal["nothing", "passes", "gradients"]:
+    """Return the work of a step that is done before its last group has arrived.
 
     nothing: The step is one wave. So it is without rollout.overlap, in a replay, whose groups are
     all there, and with an advantage estimator that may look at all groups of a minibatch: one of
     the user's own that does not declare `within_groups`.
 
     passes: Images are encoded, and log-probs and values computed. So it is where the loss needs the
-    whole step: with advantages that are normalised over it (REINFORCE++), and in PPO, which also
-    computes its returns then.
+    whole step (`needs_whole_step`).
 
     gradients: In addition, the gradient of the step's first update accumulates. So it is in GRPO
     and its relatives. With `minibatches` above 1, groups of later minibatches have their passes
@@ -40,17 +34,22 @@ def done_early(config: Config) -> Early:
     weights before the step.
 
     What only reports or changes the next step (KL control, curriculum, metrics) needs no rule. With
-    dynamic sampling, groups without signal are held back until the last wave (AheadSource.waves).
+    dynamic sampling, groups without signal are held back until the last wave (GroupBuffer.take).
     """
     algorithm = config.algorithm
     if not config.rollout.overlap or config.rollout.replay is not None:
         return "nothing"
-    if not isinstance(algorithm, GRPO):
-        return "passes"
-    estimator = load_advantage_estimator(algorithm)
-    if not estimator.within_groups:
+    if isinstance(algorithm, GRPO) and not load_advantage_estimator(algorithm).within_groups:
         return "nothing"
-    return "passes" if estimator.whiten else "gradients"
+    assert isinstance(algorithm, PolicyOptimization)
+    return "passes" if needs_whole_step(algorithm) else "gradients"
+
+
+def needs_whole_step(algorithm: PolicyOptimization) -> bool:
+    """Return True if the loss of a group depends on all groups of the step: with advantages that
+    are normalised over it (REINFORCE++), and in PPO.
+    """
+    return not isinstance(algorithm, GRPO) or load_advantage_estimator(algorithm).whiten
 
 
 def wave_tokens(config: Config, data_size: int) -> int:
@@ -71,30 +70,26 @@ class StepGroups:
 
     loss_scales: list[float] | None = None
 
-    def __init__(self, waves: Iterator[Wave], settings: PolicyOptimization) -> None:
-        self._waves, self._settings = waves, settings
+    def __init__(self, settings: PolicyOptimization) -> None:
+        self._settings = settings
         self._size = settings.prompts_per_step // settings.minibatches
         self._by_place: dict[int, Group] = {}
         self._left_out: Sequence[Group] = ()
         self.num_waves = 0
         self.units: float | None = None  # assumed denominator; None if the step is one wave
 
-    def take(self) -> Wave:
-        """Wait for the next wave."""
-        wave = next(self._waves)
+    def add(self, wave: Wave[Group]) -> list[list[Group]]:
+        """Add a wave. Returns its groups by minibatch; a minibatch may have none of them."""
         self.num_waves += 1
-        self._by_place |= zip(wave.places, wave.groups, strict=True)
+        by_place = dict(zip(wave.places, wave.groups, strict=True))
+        self._by_place |= by_place
         self._left_out = wave.left_out
         if wave.is_last:
             self.loss_scales = [*map(self._scale, self._split(self._by_place))]
         elif self.num_waves == 1:
             of_group = units_of(wave.groups, self._settings) / len(wave.groups)
             self.units = max(of_group * self._size, 1.0)
-        return wave
-
-    def minibatches(self, wave: Wave) -> list[list[Group]]:
-        """Return the groups of a wave by minibatch. A minibatch may have none of them."""
-        return self._split(dict(zip(wave.places, wave.groups, strict=True)))
+        return self._split(by_place)
 
     @property
     def trained(self) -> list[Group]:
@@ -117,50 +112,31 @@ class StepGroups:
         return 1.0 if self.units is None else self.units / known
 
 
-def waves_of_step(
-    source: GroupSource, count: int, version: int, refit: Refit, *, least_tokens: int | None
-) -> Iterator[Wave]:
-    """Yield the groups of a step. least_tokens: Tokens of a wave; None yields all groups at once.
-    The other arguments are as in GroupSource.take.
-    """
-    if least_tokens is not None:
-        assert isinstance(source, WaveSource)
-        yield from source.waves(count, version, refit, least_tokens)
-        return
-    sampled = source.take(count, version, refit)
-    groups = select_groups(sampled, count)
-    left_out = [group for group in sampled if group not in groups]
-    yield Wave(groups, range(count), left_out=left_out)
-
-
 class ArrivedWaves:
     """The waves of a step on one rank, as they arrive.
 
-    reports: Measures of the packs whose gradients the step's first update has accumulated; None if
-    it has not begun.
+    reports: Measures of the packs whose gradients the step's first update has accumulated.
     """
 
-    reports: list[Measures] | None = None
-
     def __init__(self) -> None:
+        self.reports: list[Measures] = []
         self._waves: list[tuple[RankBatch, VisionFeatures]] = []
 
     def add(self, batch: RankBatch, features: VisionFeatures) -> None:
         self._waves.append((batch, features))
 
     @property
+    def num_waves(self) -> int:
+        return len(self._waves)
+
+    @property
     def is_complete(self) -> bool:
         """True if the last wave has arrived."""
         return bool(self._waves) and self._waves[-1][0].loss_scales is not None
 
-    @property
-    def is_single(self) -> bool:
-        """True if the step is one wave."""
-        return self.is_complete and len(self._waves) == 1
-
     def joined(self) -> tuple[RankBatch, VisionFeatures]:
         """Return all waves as one, with the denominators of their losses corrected."""
-        if self.is_single:
+        if len(self._waves) == 1:
             return self._waves[0]
         batches, features = zip(*self._waves, strict=True)
         scales = batches[-1].loss_scales
@@ -169,6 +145,8 @@ class ArrivedWaves:
             [pack for part in parts for pack in part]
             for parts in zip(*(batch.minibatches for batch in batches), strict=True)
         ]
+        # The first update's gradients are scaled as a whole (Updater.apply); its packs are scaled
+        # for later epochs.
         for packs, scale in zip(minibatches, scales, strict=True):
             for pack in packs:
                 if pack.columns is not None:

@@ -101,7 +101,7 @@ class WeightSync:
             tied_embeddings=bool(hf_config.tie_word_embeddings),
             linear_rows=linear_rows(text),
             pause=config.rollout.pause,
-            flush_aborted=config.rollout.pause == "abort" and config.rollout.max_staleness > 0,
+            flush_aborted=config.rollout.pause == "abort" and config.rollout.is_stale,
             timeout=config.rollout.request_timeout,
             bucket_bytes=GPU_PORTION if platform.has_gpu() else CPU_PORTION,
             fp8=config.rollout.quantization == "fp8",

@@ -11,7 +11,7 @@ from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family_of
 from megavlm.rollout.trajectory import Group
 from tests.benchmarks.slow_environment import SECONDS
-from tests.unit.rollout.scripted import ROW, Policy, episode_runner, graded
+from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner, graded
 
 PROMPTS, RESPONSES, TURNS, WORKERS = 16, 8, 2, 2
 
@@ -29,11 +29,11 @@ def bench_environments(tmp_path: Path) -> None:
     )
     groups = [Group(processor.prompt(ROW)) for _ in range(PROMPTS)]
     begun = time.perf_counter()
-    started = playing.start(groups, RESPONSES)
+    started = RUNNER.run(playing.start(groups, RESPONSES))
     ready = time.perf_counter()
-    playing.play(started, policy)
+    RUNNER.run(playing.play(started, policy))
     ended = time.perf_counter()
-    playing.close()
+    RUNNER.run(playing.close())
     assert all(group.is_played for group in started) and len(started) == PROMPTS
     queued = PROMPTS * RESPONSES * TURNS * SECONDS / WORKERS
     print(f"\n{PROMPTS * RESPONSES} episodes of {TURNS} turns with a tool of {SECONDS} s")

@@ -7,7 +7,6 @@ each of the mean number of tokens, prefill, the trainer's phases, and the sync, 
 stand still. Not covered: rewards, the transfer of groups, and responses that are computed again.
 """
 
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from megavlm.parallel import platform
 
 platform.install()  # before the first import of megatron-core
 
-from megavlm.rollout.ahead.in_time import Deadlines  # noqa: E402
+from megavlm.rollout.buffer import GroupBuffer, Started, Window  # noqa: E402
 from megavlm.run.capacity.time import StepModel  # noqa: E402
 from tests.unit.run.capacity.estimates import SET_UPS, resolved  # noqa: E402
 
@@ -121,46 +120,54 @@ def simulate(
 ) -> Result:
     """Train STEPS steps with a single server. A step's worth of prompts is started when a step has
     ended, k more at the beginning; steps train them in their order. With `oversample`, prompts of
-    that many steps are started at the beginning, and steps train those that `Deadlines` chooses.
+    that many steps are started at the beginning, and steps train those that `GroupBuffer` chooses.
     """
     step, train, sync = model.step, sum(model.training().values()), model.seconds()["sync"]
     server = Server(model, model.server.max_running(step))
+    window = Window(
+        per_step=step.prompts,
+        steps_started=oversample or k + 1,
+        staleness=k,
+        order="oldest" if oversample else "drawn",
+    )
+    buffer: GroupBuffer[int] = GroupBuffer(window)
     versions: list[int] = []
-    started: list[int] = []  # groups that no step has trained
-    deadlines = Deadlines(k, step.prompts)
+    playing: list[Started[int]] = []
     waited, counted_from = 0.0, STEPS // 3
     start = now = busy = 0.0
 
-    def begin(count: float, version: int) -> None:
-        for _ in range(math.ceil(count * step.prompts)):
+    def begin(version: int) -> None:
+        buffer.begin(version)
+        for _ in range(buffer.allow()[1]):
             place = len(versions) * step.responses
             server.add(len(versions), lengths[place : place + step.responses])
-            started.append(len(versions))
+            playing.append(buffer.start(len(versions), version))
             versions.append(version)
 
-    def chosen(number: int) -> list[int]:
-        """Return the groups that a step trains on, once they are complete."""
-        played = [server.open[group] == 0 for group in started]
-        if oversample is None:
-            return started[: step.prompts] if all(played[: step.prompts]) else []
-        found = deadlines.choose([versions[g] for g in started], played, step.prompts, number)
-        return [started[place] for place in found]
+    def take(trained: list[int]) -> bool:
+        """Add the groups of a step to `trained` once they are complete. Returns True then."""
+        for item in [item for item in playing if not server.open[item.group]]:
+            playing.remove(item)
+            buffer.played(item, item.version, 1, True)
+        if not trained and (wave := buffer.take()):
+            trained += wave.groups
+        return bool(trained)
 
-    begin(k + 1 if oversample is None else oversample, 0)
+    begin(0)
     ages: list[int] = []
     for number in range(STEPS):
         if number == counted_from:
             start, waited, busy = now, 0.0, server.busy
         server.run(now)
-        server.run(float("inf"), partial(chosen, number))
-        trained = chosen(number)
-        started = [group for group in started if group not in set(trained)]
+        trained: list[int] = []
+        if not take(trained):
+            server.run(float("inf"), partial(take, trained))
         ages += [number - versions[group] for group in trained]
         waited += max(0.0, server.time - now)
         now = max(now, server.time) + train
         server.run(now)
         server.time = now = max(now, server.time) + sync  # it stands still
-        begin(1, number + 1)
+        begin(number + 1)
     total, count = now - start, STEPS - counted_from
     ages = ages[counted_from * step.prompts :]
     return Result(

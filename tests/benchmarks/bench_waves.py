@@ -12,8 +12,8 @@ from typing import Any
 from megavlm.config.load import load
 from megavlm.data.processor import Prompt
 from megavlm.rewards.base import Score
+from megavlm.rollout.buffer import Wave
 from megavlm.rollout.trajectory import Episode, Group
-from megavlm.rollout.wave import Wave
 from tests.conftest import row, write_rows
 from tests.distributed.test_waves import PROMPTS, RESPONSES, Source, recipe, trainer_of
 from tests.parity.table import Ranks
@@ -49,13 +49,13 @@ class Slow(Source):
 
     seconds, parts, waited = 0.0, [0.0] * PROMPTS, 0.0
 
-    def take(self, count: int, version: int, refit: Any) -> list[Group]:
-        self._wait(self.seconds)
-        return [long_group(self._prompts[place], place) for place in range(count)]
-
-    def waves(self, count: int, version: int, refit: Any, least_tokens: int) -> Iterator[Wave]:
-        begun, places = self.now(), [*range(count)]
-        groups = [long_group(self._prompts[place], place) for place in range(count)]
+    def waves(
+        self, version: int, refit: Any, least_tokens: int | None = None
+    ) -> Iterator[Wave[Group]]:
+        begun, places = self.now(), [*range(PROMPTS)]
+        groups = [long_group(self._prompts[place], place) for place in places]
+        if least_tokens is None:
+            self._wait(self.seconds)
         while places:
             arrives = self.seconds * self.parts[places[0]]
             self._wait(max(0.0, arrives - (self.now() - begun)))
@@ -73,8 +73,8 @@ class Slow(Source):
 
 def steps(path: Path, overlap: bool, seconds: float, parts: list[float]) -> tuple[float, float]:
     """Return the seconds of the quickest step, and the share of them in which the trainer waits."""
-    trainer = trainer_of(load(path, [f"rollout.overlap={str(overlap).lower()}"]))
-    trainer.driver.experience = source = Slow(trainer.train_state.config, trainer.driver)
+    trainer = trainer_of(load(path, [f"rollout.overlap={str(overlap).lower()}"]), Slow)
+    source = trainer.source
     trainer.driver.recorder.record_step = lambda *_: None
     trainer.train_step()  # warms up; the policy is the reference
     source.seconds, source.parts, found = seconds, parts, []

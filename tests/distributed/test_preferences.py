@@ -104,7 +104,7 @@ def run(path: Path, steps: int) -> tuple[int, int]:
     state = TrainState.build(config, mesh, progress, phases)
     driver = None
     if mesh.is_driver:
-        driver = Driver(config, state.hf_config, mesh, None, progress, phases)
+        driver = Driver(config, state.hf_config, mesh, None, progress)
     trainer = PreferenceTrainer(state, driver, None)
     trainer.setup()
     if trainer.reference is not None:

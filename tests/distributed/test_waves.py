@@ -4,7 +4,7 @@ sums: in its gradients, its updates and its metrics, under every layout and with
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.rewards.base import Score
+from megavlm.rollout.buffer import Wave
+from megavlm.rollout.sampler import Sampler
 from megavlm.rollout.trajectory import Episode, Group
-from megavlm.rollout.wave import Wave
+from megavlm.training import policy_trainer
 from megavlm.training.driver import Driver
 from megavlm.training.policy_trainer import PolicyTrainer
 from megavlm.training.ppo_trainer import PPOTrainer
@@ -47,23 +49,20 @@ KL_IN_REWARD = {"kl_in": "reward", "kl_estimator": "k1"}
 
 class Source:
     """A step's groups: all at once, or in waves whose order the test decides. Implements
-    WaveSource.
+    GroupSource.
     """
 
-    def __init__(self, config: Config, driver: Driver) -> None:
+    def __init__(self, sampler: Sampler) -> None:
         self.measures: dict[str, float] = {}
-        self._config = config
-        sampler = driver.sampler
+        self._config = sampler.config
         self._prompts = [sampler.processor.prompt(row) for row in sampler.rows]
 
-    def take(self, count: int, version: int, refit: Any) -> list[Group]:
-        assert not self._config.rollout.overlap
-        return [group(self._prompts[place], version, place) for place in range(count)]
-
-    def waves(self, count: int, version: int, refit: Any, least_tokens: int) -> Iterator[Wave]:
-        assert self._config.rollout.overlap and least_tokens > 0
+    def waves(
+        self, version: int, refit: Any, least_tokens: int | None = None
+    ) -> Iterator[Wave[Group]]:
+        assert self._config.rollout.overlap == bool(least_tokens)
         # The second step then starts from the same weights, and those differ from the reference.
-        arrival = ARRIVAL if version else (range(count),)
+        arrival = ARRIVAL if version and least_tokens else (range(PROMPTS),)
         for places in arrival:
             made = [group(self._prompts[place], version, place) for place in places]
             yield Wave(made, places, is_last=places == arrival[-1])
@@ -104,18 +103,18 @@ class NoServers(WeightPusher):
         pass
 
 
-def trainer_of(config: Config) -> Any:
+def trainer_of(config: Config, source: Callable[[Sampler], Any] = Source) -> Any:
     mesh = build_mesh(Layout.from_config(config.parallel), seed=0)
     phases = Phases()
     train_state = TrainState.build(config, mesh, Progress(is_quiet=True), phases)
     driver = None
     if mesh.is_driver:
-        serial = replace(config, rollout=replace(config.rollout, overlap=False))  # no producer
-        driver = Driver(serial, train_state.hf_config, mesh, None, train_state.progress, phases)
-        driver.experience = Source(config, driver)
-    made = (PPOTrainer if isinstance(config.algorithm, PPO) else PolicyTrainer)(
-        train_state, driver, None
-    )
+        driver = Driver(config, train_state.hf_config, mesh, None, train_state.progress)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy_trainer, "make_source", lambda sampler, *_: source(sampler))
+        made = (PPOTrainer if isinstance(config.algorithm, PPO) else PolicyTrainer)(
+            train_state, driver, None
+        )
     made.setup()
     made.weights = NoServers(train_state, None, None, None)
     return made
@@ -304,10 +303,10 @@ def events_of_a_step(recipe: Path) -> Any:
     """Return what the trainer does in its second step, between the waves that it asks for."""
     trainer = trainer_of(load(recipe, ["rollout.overlap=true"]))
     trainer.train_step()
-    source, phases, events = trainer.driver.source, trainer.train_state.phases, list[str]()
+    source, phases, events = trainer.source, trainer.train_state.phases, list[str]()
     waves = source.waves
 
-    def noted(*args: Any) -> Iterator[Wave]:
+    def noted(*args: Any) -> Iterator[Wave[Group]]:
         for number, wave in enumerate(waves(*args)):
             gradient = max(
                 float(buffer.grad_data.abs().max())
@@ -340,9 +339,9 @@ def test_the_trainer_has_worked_on_a_wave_before_the_next_one_arrives(
 class Faulty(Source):
     """fault: A function of a wave's number and groups, called before the wave arrives."""
 
-    fault: Any = None
+    fault: Any = staticmethod(lambda number, groups: None)
 
-    def waves(self, *args: Any) -> Iterator[Wave]:
+    def waves(self, *args: Any) -> Iterator[Wave[Group]]:
         for number, wave in enumerate(super().waves(*args)):
             self.fault(number, wave.groups)
             yield wave
@@ -352,7 +351,7 @@ def after_a_fault(recipe: Path, fault: str) -> Any:
     """Return the metrics of a step with a fault and of the next, whether the first changed the
     weights, and the steps that count.
     """
-    trainer = trainer_of(load(recipe, ["rollout.overlap=true"]))
+    trainer = trainer_of(load(recipe, ["rollout.overlap=true"]), Faulty)
     driver, state, records = trainer.driver, trainer.train_state, list[dict[str, float]]()
     driver.recorder.record_step = lambda step, metrics, *_: records.append(metrics)
     trainer.train_step()
@@ -368,9 +367,7 @@ def after_a_fault(recipe: Path, fault: str) -> Any:
                 replace(response, logprobs=np.full_like(response.logprobs, math.nan))
             ]
 
-    source = Faulty(trainer.train_state.config, driver)
-    source.fault = fail
-    driver.experience = source
+    trainer.source.fault = fail
     before = [p.detach().clone() for p in state.model[0].parameters()]
     try:
         trainer.train_step()

@@ -40,6 +40,7 @@ SECTIONS: dict[str, Any] = {
 ROLLOUT = {
     "colocate": True,
     "max_new_tokens": 60,
+    "max_staleness": 1,
     "oversample": 1.5,
     "server_args": {"log_level": "info"},
 }

@@ -28,7 +28,7 @@ def test_killed_in_mid_generation(world: World) -> None:
         parallel={"tensor": 2},
         algorithm=GRPO,
         optimizer={"lr": 1e-3},
-        rollout={"max_new_tokens": 100, "oversample": 1.5},
+        rollout={"max_new_tokens": 100},
         data={"pack_tokens": 1024},
     )
     with running(recipe, world.root / "killed") as run:
@@ -44,8 +44,7 @@ def test_killed_in_mid_generation(world: World) -> None:
     for step in steps:
         assert step["episodes"] == 16, "no sample lost, none doubled"
         assert step["rollout_max_difference"] < 1e-4, "it was refitted with what the trainer has"
-    # Half of the last steps' tokens were begun by the step before.
-    assert all(step["stale_share"] > 0 and step["stale_steps"] == 1 for step in steps[1:])
+        assert "stale_share" not in step
 
 
 @pytest.mark.long

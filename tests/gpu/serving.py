@@ -40,6 +40,7 @@ from tests.fakes.fixed_servers import FixedServers
 from tests.gpu import folder as folders
 from tests.gpu import model, shapes
 from tests.gpu.lines import checking, report
+from tests.support.generation import generate
 from tests.support.random_images import image
 
 RELEASE = "Qwen2.5-VL-3B"
@@ -128,7 +129,7 @@ def measure_images(processor: Processor, client: RolloutClient, transport: str) 
             for i, png in enumerate(image(side, side, first + i) for i in range(count))
         ]
         start = time.monotonic()
-        client.generate(prompts, n=1, sampling=sampling)
+        generate(client, prompts, n=1, sampling=sampling)
         return time.monotonic() - start
 
     ask(0)  # kernels are compiled
@@ -150,7 +151,7 @@ def compare_logprobs(folder: Path, processor: Processor, client: RolloutClient) 
     length = 8 if shapes.is_tiny() else 128
     sampling = Sampling(1.0, length, suppressed_ids=tuple(processor.suppressed_ids))
     start = time.monotonic()
-    groups = client.generate(prompts, n=4, sampling=sampling)
+    groups = generate(client, prompts, n=4, sampling=sampling)
     seconds = time.monotonic() - start
     for name, prompt, group in zip(("text", "wide", "high"), prompts, groups, strict=True):
         ours = trainer_logprobs(folder, prompt, group, sampling)
@@ -197,9 +198,9 @@ def measure_decoding(processor: Processor, client: RolloutClient) -> None:
     ):
         prompts = [text_prompt(processor, words, prompt, i) for i in range(batch)]
         sampling = Sampling(1.0, answer, suppressed_ids=suppressed)
-        client.generate(prompts, n=1, sampling=sampling)  # graphs and kernels are there
+        generate(client, prompts, n=1, sampling=sampling)  # graphs and kernels are there
         start = time.monotonic()
-        groups = client.generate(prompts, n=1, sampling=sampling)
+        groups = generate(client, prompts, n=1, sampling=sampling)
         seconds = time.monotonic() - start
         tokens = sum(len(response.token_ids) for (response,) in groups)
         report("decoding", sampling=name, suppressed=len(suppressed), batch=batch, prompt=prompt,

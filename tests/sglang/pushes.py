@@ -39,6 +39,7 @@ from megavlm.weight_sync.update import SyncReport, SyncSettings
 from tests.fakes.receivers import FixedReceivers
 from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.support.generation import generate
 from tests.support.lora_reference import ALPHA, RANK
 from tests.support.merged import add_pairs
 from tests.support.timeouts import scaled
@@ -203,7 +204,7 @@ def push_and_compare(
     groups = None
     if mesh.is_driver:
         sampling = replace(sampling, cache_key=str(version))
-        groups = served.client.generate(prompts, n=2, sampling=sampling, weight_version=version)
+        groups = generate(served.client, prompts, n=2, sampling=sampling, weight_version=version)
     groups = broadcast_object(groups, mesh)
     sync.close()  # which unloads adapters
     packs = [

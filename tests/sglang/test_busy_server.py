@@ -22,6 +22,7 @@ from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from tests.conftest import DATA, png
+from tests.support.generation import generate
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.xdist_group("sglang")]
 
@@ -55,7 +56,7 @@ def test_a_busy_server_lives_and_a_stopped_one_restarts(
         watcher.start()
         with RolloutClient(pool, RequestLimits(total=1800)) as client:
             sampling = Sampling(temperature=1.0, max_new_tokens=1)
-            ((response,),) = client.generate([prompt], n=1, sampling=sampling)
+            ((response,),) = generate(client, [prompt], n=1, sampling=sampling)
         finished.set()
         watcher.join()
         assert was_busy.is_set() and response.is_complete

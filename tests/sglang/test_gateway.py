@@ -65,10 +65,10 @@ def test_the_trainers_logprobs_are_those_of_the_agents_calls_and_of_a_teacher(
     with served.client as client:
         playing = EpisodeRunner(config, processor, graded(), client.runner, teacher)
         try:
-            started = playing.start_or_replace([group], 2, lambda count: [])
-            playing.play(started, partial(client.generate, sampling=how))
+            started = client.run(playing.start_or_replace([group], 2, lambda count: []))
+            client.run(playing.play(started, partial(client.generate, sampling=how)))
         finally:
-            playing.close()
+            client.run(playing.close())
     assert group.is_played and [episode.score.failure for episode in group.episodes] == [None, None]
     for episode in group.episodes:
         assert len(episode.responses) == 7 and episode.counts["branches"] == 3

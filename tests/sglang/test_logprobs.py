@@ -10,6 +10,7 @@ from megavlm.inference.protocol import Sampling
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
 from tests.sglang.questions import largest_difference, next_turns, prompts
+from tests.support.generation import generate
 from tests.support.levels import slow
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
@@ -46,8 +47,8 @@ def test_logprobs(servers: Callable[[str], Served], family: str, temperature: fl
     reference = Reference(served.folder)
     by_name = prompts(served.processor) | next_turns(served.processor)
     drawn = sampling(served, temperature)
-    groups = served.client.generate(
-        list(by_name.values()), n=3, sampling=drawn, weight_version=None
+    groups = generate(
+        served.client, list(by_name.values()), n=3, sampling=drawn, weight_version=None
     )
     for (name, prompt), responses in zip(by_name.items(), groups, strict=True):
         assert len(responses) == 3 and {r.weight_version for r in responses} == {"start"}
@@ -58,14 +59,14 @@ def test_logprobs(servers: Callable[[str], Served], family: str, temperature: fl
 
 def test_wrong_temperature_would_show(served: Served, reference: Reference) -> None:
     prompt = prompts(served.processor)["one image"]
-    (responses,) = served.client.generate([prompt], n=4, sampling=sampling(served, 0.7))
+    (responses,) = generate(served.client, [prompt], n=4, sampling=sampling(served, 0.7))
     assert largest_difference(reference, prompt, responses, sampling(served, 1.0)) > 1e-2
 
 
 def test_temperature_zero_is_greedy(served: Served, reference: Reference) -> None:
     by_name = prompts(served.processor)
     greedy = sampling(served, 0.0, max_new_tokens=6)
-    groups = served.client.generate(list(by_name.values()), n=1, sampling=greedy)
+    groups = generate(served.client, list(by_name.values()), n=1, sampling=greedy)
     for prompt, (response,) in zip(by_name.values(), groups, strict=True):
         with torch.no_grad():
             logits = reference.scores(prompt, response.token_ids.tolist()).logits
@@ -81,7 +82,7 @@ def test_suppressed_ids_are_never_sampled(served: Served) -> None:
     suppressed = tuple(token for token in range(vocab_size) if token not in allowed)
     hot = Sampling(temperature=5.0, max_new_tokens=8, suppressed_ids=suppressed)
     by_name: list[Prompt] = list(prompts(served.processor).values())
-    groups = served.client.generate(by_name, n=8, sampling=hot)
+    groups = generate(served.client, by_name, n=8, sampling=hot)
     sampled = {token for group in groups for r in group for token in r.token_ids}
     assert sampled == allowed
 
@@ -92,8 +93,8 @@ def test_finish(served: Served) -> None:
     prompt = prompts(served.processor)["text"]
     for token, finish, length in ((eos, "stop", 1), (other, "length", 4)):
         only = tuple(i for i in range(served.processor.vocab_size) if i != token)
-        ((response,),) = served.client.generate(
-            [prompt], n=1, sampling=Sampling(1.0, 4, suppressed_ids=only)
+        ((response,),) = generate(
+            served.client, [prompt], n=1, sampling=Sampling(1.0, 4, suppressed_ids=only)
         )
         assert response.finish == finish and response.token_ids.tolist() == [token] * length
         assert response.logprobs.tolist() == [0.0] * length

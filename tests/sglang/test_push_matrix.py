@@ -26,6 +26,7 @@ from tests.sglang.pushes import Trainer, changed, push_and_compare
 from tests.sglang.questions import prompts
 from tests.support.draft_head import add_draft_head
 from tests.support.fork import launch
+from tests.support.generation import generate
 from tests.support.lora_reference import RANK
 from tests.support.timeouts import scaled
 
@@ -155,7 +156,7 @@ def test_push(case: Case, server: Callable[[str, int], Served], tmp_path: Path) 
     served = server(case.family, case.ranks).restore()
     questions = [*prompts(served.processor).values()]
     drawn = Sampling(0.8, 8, suppressed_ids=tuple(served.processor.suppressed_ids))
-    served.client.generate(questions, n=1, sampling=drawn, weight_version="start")
+    generate(served.client, questions, n=1, sampling=drawn, weight_version="start")
 
     trains_tower, refit = case.mode == "tower", case.mode == "refit"
     weights = served.folder
@@ -174,4 +175,4 @@ def test_push(case: Case, server: Callable[[str, int], Served], tmp_path: Path) 
         for version in (6, 7):  # by the push after it, and when the sync was closed
             old = replace(drawn, adapter=f"megavlm-{version}")
             with pytest.raises(RolloutRequestError, match=f"megavlm-{version}"):
-                served.client.generate(questions[:1], n=1, sampling=old)
+                generate(served.client, questions[:1], n=1, sampling=old)

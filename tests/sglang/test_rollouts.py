@@ -25,6 +25,7 @@ from tests.conftest import DATA
 from tests.fakes.fixed_servers import FixedServers
 from tests.sglang.conftest import PLAIN, Served, model_folder
 from tests.sglang.questions import prompts
+from tests.support.generation import generate, generate_some
 from tests.support.timeouts import scaled
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
@@ -58,18 +59,18 @@ def test_continued_responses_equal_uninterrupted_ones(served: Served) -> None:
     asked = list(prompts(served.processor).values())
     routing = FixedServers(server.url, api_key=server.api_key, admin_key=server.admin_key)
     with served.client as local:
-        whole = local.generate(asked, n=2, sampling=how)
+        whole = generate(local, asked, n=2, sampling=how)
     with RolloutClient(routing, RequestLimits(total=scaled(120))) as client:
         begun = [[cut(response, 48) for response in whole[0]], [], [], []]
         for _ in range(10):
-            partly = client.generate(asked, n=2, sampling=how, begun=begun, enough=1)
+            partly = generate_some(client, asked, 1, n=2, sampling=how, begun=begun)
             assert token_ids(partly[0]) == token_ids(whole[0])
             lengths = [len(r.token_ids) for group in partly[1:] for r in group]
             if any(0 < length < 96 for length in lengths):
                 break
         else:
             pytest.fail(f"none was aborted in the middle: {lengths}")
-        finished = client.generate(asked, n=2, sampling=how, begun=partly)
+        finished = generate(client, asked, n=2, sampling=how, begun=partly)
     for group, expected in zip(finished, whole, strict=True):
         for response, other in zip(group, expected, strict=True):
             assert response.finish == "length"
@@ -85,14 +86,14 @@ def test_memory_released_and_taken_back(served: Served) -> None:
     asked = list(prompts(served.processor).values())
     with ServerPool([handle], policy=RestartPolicy(needs_refit=False)) as pool:
         with RolloutClient(pool) as client:
-            before = client.generate(asked, n=1, sampling=how)
+            before = generate(client, asked, n=1, sampling=how)
             with ServerMemory(pool, Rollout(request_timeout=scaled(180))) as memory:
                 for _ in range(2):
                     memory.release(TAGS)
                     memory.resume(["weights"], starts=False)
                     memory.resume(TAGS, starts=True)
             assert pool.record(server.url).state is State.HEALTHY
-            after = client.generate(asked, n=1, sampling=how)
+            after = generate(client, asked, n=1, sampling=how)
     assert [token_ids(group) for group in before] == [token_ids(group) for group in after]
 
 
@@ -119,7 +120,7 @@ def test_the_server_stops_where_the_trainer_knows_that_it_does(tmp_path: Path) -
             for token in (text, start, turn):
                 others = tuple(i for i in range(processor.vocab_size) if i != token)
                 how = Sampling(0.0, 3, suppressed_ids=others, stop_ids=processor.stop_ids)
-                ((response,),) = client.generate(asked, n=1, sampling=how)
+                ((response,),) = generate(client, asked, n=1, sampling=how)
                 stops = token in processor.stop_ids
                 assert response.token_ids.tolist() == [token] * (1 if stops else 3)
                 assert response.finish == ("stop" if stops else "length")

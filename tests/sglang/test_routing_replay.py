@@ -39,6 +39,7 @@ from tests.support.calls import episode
 from tests.support.columns import columns
 from tests.support.draft_head import add_draft_head
 from tests.support.fork import launch
+from tests.support.generation import generate
 from tests.support.levels import slow
 from tests.support.timeouts import scaled
 
@@ -89,7 +90,7 @@ def sampling(served: Served) -> Sampling:
 def test_logprobs_with_replay_are_the_servers(routed: Served, tmp_path: Path) -> None:
     """The trainer's routers differ by less than rounding in bf16, and choose other experts."""
     asked = list(prompts(routed.processor).values())
-    answers = routed.client.generate(asked, n=3, sampling=sampling(routed))
+    answers = generate(routed.client, asked, n=3, sampling=sampling(routed))
     groups = [
         Group(prompt, episodes=[episode((prompt, response)) for response in responses])
         for prompt, responses in zip(asked, answers, strict=True)
@@ -109,9 +110,9 @@ def test_turns_and_continued_responses_have_the_routes_of_each_request(
     on.
     """
     how, (prompt, *_) = sampling(routed), list(prompts(routed.processor).values())[1:]
-    ((first,),) = routed.client.generate([prompt], n=1, sampling=how)
+    ((first,),) = generate(routed.client, [prompt], n=1, sampling=how)
     begun = cut(first, 4)
-    ((continued,),) = routed.client.generate([prompt], n=1, sampling=how, begun=[[begun]])
+    ((continued,),) = generate(routed.client, [prompt], n=1, sampling=how, begun=[[begun]])
     assert continued.token_ids.tolist()[:4] == first.token_ids.tolist()[:4]
     assert continued.routes is not None and first.routes is not None
     assert np.array_equal(continued.routes[: len(begun.routes)], begun.routes)  # type: ignore[arg-type]
@@ -128,7 +129,7 @@ def test_turns_and_continued_responses_have_the_routes_of_each_request(
         played.append(episode((prompt, continued), (following, last)))
 
     played: list[Episode] = []
-    routed.client.generate([prompt], n=1, sampling=how, begun=[[continued]], follow=follow)
+    generate(routed.client, [prompt], n=1, sampling=how, begun=[[continued]], follow=follow)
     # The end of the first turn was not sampled.
     assert_replay_matters(routed, [Group(prompt, episodes=played)], tmp_path, len(said) - 1)
 

@@ -23,6 +23,7 @@ from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.weight_sync.server_api import Servers, control_client
 from tests.sglang.conftest import Served
 from tests.sglang.questions import prompts
+from tests.support.generation import generate
 from tests.support.timeouts import scaled
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
@@ -97,7 +98,7 @@ def test_counters_change_with_work_alone(started: Served) -> None:
     assert asyncio.run(counters()) == before
     with started.client as client:
         prompt = prompts(started.processor)["one image"]
-        client.generate([prompt], n=1, sampling=Sampling(1.0, 2))
+        generate(client, [prompt], n=1, sampling=Sampling(1.0, 2))
     assert asyncio.run(counters()) != before
 
 

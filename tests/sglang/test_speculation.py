@@ -23,6 +23,7 @@ from tests.sglang.test_pauses import push_under_a_request, versions
 from tests.sglang.test_weights import differences
 from tests.support.draft_head import add_draft_head
 from tests.support.fork import launch
+from tests.support.generation import generate
 from tests.support.levels import slow
 
 pytestmark = [
@@ -59,7 +60,7 @@ def sampled(served: Served, temperature: float, *suppressed: int) -> list[Respon
     ids = (*served.processor.suppressed_ids, *suppressed)
     drawn = Sampling(temperature, 24, suppressed_ids=ids)
     by_name = prompts(served.processor)
-    groups = served.client.generate(list(by_name.values()), n=3, sampling=drawn)
+    groups = generate(served.client, list(by_name.values()), n=3, sampling=drawn)
     reference = Reference(served.folder)
     for (name, prompt), responses in zip(by_name.items(), groups, strict=True):
         assert largest_difference(reference, prompt, responses, drawn) < 1e-4, name

@@ -28,6 +28,7 @@ from tests.sglang.conftest import Served
 from tests.sglang.pushes import Trainer, changed, make_sync
 from tests.sglang.questions import largest_difference, prompts
 from tests.support.fork import launch
+from tests.support.generation import generate
 from tests.support.timeouts import scaled
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
@@ -64,7 +65,7 @@ def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) 
         report = sync.update_weights(2)
         questions = [*prompts(Processor(folder, DATA, family_of(folder))).values()]
         client = RolloutClient(pool)
-        groups = client.generate(questions, n=1, sampling=how, weight_version=2)
+        groups = generate(client, questions, n=1, sampling=how, weight_version=2)
         client.close()
         return {"error": str(raised.value), "tensors": report.tensors, "groups": groups}
 

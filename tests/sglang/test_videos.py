@@ -21,6 +21,7 @@ from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
 from tests.sglang.questions import SPELLED, largest_difference, prompts
 from tests.sglang.test_rollouts import cut
+from tests.support.generation import generate
 from tests.support.timeouts import scaled
 from tests.support.video_files import grey_video
 
@@ -74,13 +75,13 @@ def test_logprobs(servers: Callable[[str], Served], family: str) -> None:
     served = servers(family).restore()
     reference, drawn = Reference(served.folder), sampling(served)
     by_name = video_prompts(served.processor) | prompts(served.processor)
-    groups = served.client.generate(list(by_name.values()), n=3, sampling=drawn)
+    groups = generate(served.client, list(by_name.values()), n=3, sampling=drawn)
     for (name, prompt), responses in zip(by_name.items(), groups, strict=True):
         assert len(responses) == 3
         assert largest_difference(reference, prompt, responses, drawn) < 1e-4, name
     for fps in (1.0, 0.05):
         prompt = shown(served.processor, f"<video>{QUESTION}", video(84, 56, 6, 1, fps=fps))
-        (responses,) = served.client.generate([prompt], n=2, sampling=drawn)
+        (responses,) = generate(served.client, [prompt], n=2, sampling=drawn)
         assert largest_difference(reference, prompt, responses, drawn) < 1e-4, fps
     if family == "qwen2_5_vl":  # its positions follow the rate, and its tokens do not
         assert largest_difference(reference, by_name["a video"], responses, drawn) > 1e-3
@@ -91,16 +92,16 @@ def test_content_in_the_request_and_continued_responses(served: Served) -> None:
     server = served.server
     how = replace(sampling(served, 24), temperature=0.0)
     asked = list(video_prompts(served.processor).values())
-    whole = served.client.generate(asked, n=2, sampling=how)
+    whole = generate(served.client, asked, n=2, sampling=how)
     routing = FixedServers(
         server.url, api_key=server.api_key, admin_key=server.admin_key, takes_videos=True
     )
     begun = [[cut(response, 5 + i) for i, response in enumerate(group)] for group in whole]
     with RolloutClient(routing, RequestLimits(total=scaled(120))) as remote:
         for answers in (
-            remote.generate(asked, n=2, sampling=how),
-            remote.generate(asked, n=2, sampling=how, begun=begun),
-            served.client.generate(asked, n=2, sampling=how, begun=begun),
+            generate(remote, asked, n=2, sampling=how),
+            generate(remote, asked, n=2, sampling=how, begun=begun),
+            generate(served.client, asked, n=2, sampling=how, begun=begun),
         ):
             for group, expected in zip(answers, whole, strict=True):
                 for response, other in zip(group, expected, strict=True):
@@ -113,7 +114,7 @@ def test_wrong_positions_would_show(served: Served) -> None:
     prompt = shown(served.processor, f"<video>{QUESTION}", video(84, 56, 6, 77))
     moved = replace(prompt, positions=prompt.positions * torch.tensor([[9], [1], [1]]))
     drawn = sampling(served)
-    (responses,) = served.client.generate([moved], n=2, sampling=drawn)
+    (responses,) = generate(served.client, [moved], n=2, sampling=drawn)
     assert largest_difference(Reference(served.folder), prompt, responses, drawn) > 1e-3
 
 
@@ -125,7 +126,7 @@ def test_tokens_of_other_media_are_refused(served: Served) -> None:
     tokens[tokens == served.processor.video_token_id] = 7
     with pytest.raises(RolloutRequestError, match="has 0 of the"):
         wrong = replace(fewer, token_ids=tokens)
-        served.client.generate([wrong], n=1, sampling=sampling(served))
+        generate(served.client, [wrong], n=1, sampling=sampling(served))
 
 
 def test_a_server_without_our_support_is_not_sent_videos(served: Served) -> None:
@@ -135,5 +136,5 @@ def test_a_server_without_our_support_is_not_sent_videos(served: Served) -> None
         with pytest.raises(
             RolloutRequestError, match=r"does not take the videos of test:1: only s"
         ):
-            client.generate([prompt], n=1, sampling=sampling(served))
-        client.generate(list(prompts(served.processor).values()), n=1, sampling=sampling(served))
+            generate(client, [prompt], n=1, sampling=sampling(served))
+        generate(client, list(prompts(served.processor).values()), n=1, sampling=sampling(served))

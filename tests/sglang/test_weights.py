@@ -26,6 +26,7 @@ from tests.sglang.pushes import (
 )
 from tests.sglang.questions import largest_difference, prompts
 from tests.support.fork import launch
+from tests.support.generation import generate
 from tests.support.merged import merged
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
@@ -40,8 +41,8 @@ def differences(
     largest = {}
     for temperature in (1.0, 0.7):
         drawn = Sampling(temperature, 8, suppressed_ids=suppressed, cache_key=str(version))
-        groups = served.client.generate(
-            list(by_name.values()), n=2, sampling=drawn, weight_version=version
+        groups = generate(
+            served.client, list(by_name.values()), n=2, sampling=drawn, weight_version=version
         )
         pairs = zip(by_name.items(), groups, strict=True)
         for (name, prompt), responses in pairs:
@@ -129,7 +130,7 @@ def trainer_difference(served: Served, trainer: Trainer, version: int) -> float:
     """Between the server's log-probs and those of the trainer's ranks."""
     questions = list(prompts(served.processor).values())
     drawn = Sampling(0.8, 8, suppressed_ids=tuple(served.processor.suppressed_ids))
-    groups = served.client.generate(questions, n=2, sampling=drawn, weight_version=version)
+    groups = generate(served.client, questions, n=2, sampling=drawn, weight_version=version)
     arguments = (trainer, questions, groups, drawn)
     *_, last = launch(trainer.ranks.world_size, trainer_logprobs, *arguments)
     theirs = [[p for response in group for p in response.logprobs] for group in groups]

@@ -80,7 +80,7 @@ class StepModel:
         if rollout.colocate:
             phases["switch"] = self._switch()
         total = sum(phases.values())
-        if rollout.max_staleness:
+        if rollout.is_stale:
             total -= min(self.rollout, total - self.rollout - phases["sync"])
         elif early := self.early():
             total += self.waves_end(early) - self.rollout - early

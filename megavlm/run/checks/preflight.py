@@ -105,19 +105,20 @@ async def _check_environment(settings: EnvironmentConfig) -> None:
 
 
 def check_partial_rollouts(config: Config) -> None:
-    """Raise ValueError if episodes that continue in a later step could start differently there. A
-    producer that works ahead plays them on, and starts none again.
+    """Raise ValueError if episodes that go on in a later step cannot stop in between, while the
+    trainer has the GPUs: those of several turns.
     """
     rollout, name = config.rollout, config.environment.name
-    is_in_step = rollout.max_staleness == 0
-    if rollout.oversample == 1 or not is_in_step or isinstance(config.algorithm, DataTraining):
+    if not (rollout.colocate and rollout.max_staleness) or isinstance(
+        config.algorithm, DataTraining
+    ):
         return
     if not find_environment(name).starts_from_row:
         whole = [name for name, found in built_in_environments().items() if found.starts_from_row]
         raise ValueError(
-            f"rollout.oversample={rollout.oversample} goes on with responses in later steps, when "
-            f"environment.name={name} may start differently: set environment.name to one of "
-            f"{', '.join(whole)}, or rollout.oversample=1.0"
+            f"rollout.max_staleness={rollout.max_staleness} with rollout.colocate=true stops "
+            f"responses between steps, but environment.name={name} may have several turns: set "
+            f"environment.name to one of {', '.join(whole)}, or rollout.max_staleness=0"
         )
 
 

@@ -131,10 +131,6 @@ BROKEN = {
     ): "algorithm.importance_mode=mask has nothing to mask",
     (
         "rollout.max_staleness=1",
-        "rollout.colocate=true",
-    ): "rollout.max_staleness=1 generates while the trainer trains, but rollout.colocate=true",
-    (
-        "rollout.max_staleness=1",
         "algorithm.importance=none",
     ): "for which algorithm.importance=none does not correct",
     (
@@ -157,10 +153,6 @@ BROKEN = {
         "rollout.overlap=true",
         "rollout.colocate=true",
     ): "rollout.overlap=true trains while the servers generate, but rollout.colocate=true",
-    (
-        "rollout.overlap=true",
-        "rollout.oversample=1.5",
-    ): "rollout.oversample=1.5 leaves slow groups to later steps, but rollout.overlap=true",
     (
         "rollout.overlap=true",
         "rollout.mode=external",
@@ -266,19 +258,7 @@ BROKEN = {
     ("rollout.oversample=0.5",): "rollout.oversample=0.5 is out of range: set it to a number at l",
     (
         "rollout.oversample=1.5",
-        "rollout.suppress_special_tokens=false",
-    ): "rollout.oversample=1.5 goes on with aborted responses",
-    (
-        "rollout.oversample=1.5",
-        "algorithm.importance=none",
-    ): "for which algorithm.importance=none does not correct",
-    (
-        "rollout.mode=external",
-        "rollout.urls=[http://a:1]",
-        "rollout.router=http://b:1",
-        "rollout.suppress_special_tokens=false",
-        "rollout.oversample=2",
-    ): "rollout.oversample=2.0 aborts requests at servers",
+    ): "rollout.oversample=1.5 starts the prompts of more steps than rollout.max_staleness=0",
     (
         "rollout.mode=external",
         "rollout.urls=[http://a:1]",
@@ -453,7 +433,15 @@ KEPT = [
         "rollout.router=http://b:1",
         "rollout.suppress_special_tokens=false",
     ),
-    ("rollout.colocate=true", "rollout.sync=disk", "rollout.oversample=1.5"),
+    ("rollout.colocate=true", "rollout.max_staleness=1", "rollout.oversample=1.5"),
+    (
+        "rollout.colocate=true",
+        "rollout.max_staleness=1",
+        "lora.rank=4",
+        "rollout.lora=adapter",
+        "rollout.suppress_special_tokens=false",
+    ),
+    ("rollout.overlap=true", "rollout.max_staleness=2", "rollout.oversample=2.5"),
     ("rollout.max_staleness=2", "rollout.pause=retract"),
     (SFT, "rollout.max_staleness=1", "rollout.colocate=true"),
     (SFT, "rollout.overlap=true", "rollout.colocate=true"),

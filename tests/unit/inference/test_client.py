@@ -36,10 +36,12 @@ from megavlm.inference.server import ClaimedPort
 from megavlm.rollout.groups import draft_metrics
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer, Fault
+from tests.support.generation import generate, generate_some
 from tests.support.prompts import make_image, make_prompt
 from tests.support.responses import make_response, plain
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=4)
+ALONE = replace(GREEDY, max_new_tokens=256)  # a request for each prompt
 NO_DELAY: dict[str, Any] = {"retry_delay": 0.0}
 OPEN = ExitStack()
 
@@ -60,7 +62,7 @@ def test_order_over_requests_and_samples() -> None:
     """Many requests over two servers: each prompt has its own responses, in order."""
     prompts = [make_prompt(first_id=100 + i) for i in range(4 * PROMPTS_PER_REQUEST + 3)]
     with FakeServer() as a, FakeServer() as b:
-        groups = client(a, b).generate(prompts, n=3, sampling=GREEDY)
+        groups = generate(client(a, b), prompts, n=3, sampling=GREEDY)
         assert (
             len(a.requests) + len(b.requests) == 5 and abs(len(a.requests) - len(b.requests)) == 1
         )
@@ -75,16 +77,16 @@ def test_order_over_requests_and_samples() -> None:
 def test_one_prompt_and_none() -> None:
     with FakeServer() as fake:
         asking = client(fake)
-        ((response,),) = asking.generate([make_prompt()], n=1, sampling=GREEDY)
+        ((response,),) = generate(asking, [make_prompt()], n=1, sampling=GREEDY)
         assert response.token_ids.tolist() == [7, 0]
-        assert asking.generate([], n=1, sampling=GREEDY) == []
+        assert generate(asking, [], n=1, sampling=GREEDY) == []
 
 
 def test_connections_are_kept_between_rollouts() -> None:
     with FakeServer() as fake:
         asking = client(fake)
         for _ in range(3):
-            asking.generate([make_prompt()], n=1, sampling=GREEDY)
+            generate(asking, [make_prompt()], n=1, sampling=GREEDY)
         assert fake.num_connections == 1
 
 
@@ -94,7 +96,7 @@ MALFORMED: list[Fault] = ["garbage", "wrong form", "cut", "NaN", "1e999", "long 
 @pytest.mark.parametrize("fault", ["500", "reset", "hang", "slow body", *MALFORMED])
 def test_fault_is_retried(fault: Fault) -> None:
     with FakeServer(fault, fault) as fake:
-        ((response,),) = client(fake, total=1.5).generate([make_prompt()], n=1, sampling=GREEDY)
+        ((response,),) = generate(client(fake, total=1.5), [make_prompt()], n=1, sampling=GREEDY)
         assert response.token_ids.tolist() == [7, 0]
         assert len(fake.requests) == 3
 
@@ -104,7 +106,7 @@ def test_retries_are_bounded(fault: Fault) -> None:
     with FakeServer(*[fault] * 20) as fake:
         with pytest.raises(RolloutServerError, match=rf"rows.parquet:7 in {ATTEMPTS} attempts"):
             total = 0.7 if fault == "hang" else 30.0
-            client(fake, total=total).generate([make_prompt()], n=1, sampling=GREEDY)
+            generate(client(fake, total=total), [make_prompt()], n=1, sampling=GREEDY)
         assert len(fake.requests) == ATTEMPTS
 
 
@@ -115,13 +117,13 @@ def test_the_limit_grows_with_the_answer_and_names_its_key() -> None:
     )
     with FakeServer(*["hang"] * 20) as fake:
         with pytest.raises(RolloutServerError, match=expected):
-            client(fake, total=0.1, token=0.05).generate([make_prompt()], n=1, sampling=GREEDY)
+            generate(client(fake, total=0.1, token=0.05), [make_prompt()], n=1, sampling=GREEDY)
 
 
 def test_refusal_is_not_retried() -> None:
     with FakeServer("400") as fake:
         with pytest.raises(RolloutRequestError, match=r"HTTP 400 .* rows.parquet:7: .*scripted"):
-            client(fake).generate([make_prompt()], n=1, sampling=GREEDY)
+            generate(client(fake), [make_prompt()], n=1, sampling=GREEDY)
         assert len(fake.requests) == 1
 
 
@@ -129,7 +131,7 @@ def test_a_server_that_hangs_after_its_head_is_left_for_the_other() -> None:
     prompts = [make_prompt(first_id=i) for i in range(6)]
     with FakeServer(*["head only"] * 20) as slow, FakeServer() as other:
         asking = client(slow, other, body=1.5)
-        groups = asking.generate(prompts, n=2, sampling=GREEDY)
+        groups = generate(asking, prompts, n=2, sampling=GREEDY)
         assert slow.requests, "it was asked"
     assert [group[0].token_ids[0] for group in groups] == list(range(6))
 
@@ -138,8 +140,8 @@ def test_dead_server_gives_its_requests_to_the_other() -> None:
     prompts = [make_prompt(first_id=i) for i in range(40)]
     port = ClaimedPort()
     with FakeServer() as alive:
-        groups = client(f"http://127.0.0.1:{port.number}", alive).generate(
-            prompts, n=2, sampling=GREEDY
+        groups = generate(
+            client(f"http://127.0.0.1:{port.number}", alive), prompts, n=2, sampling=GREEDY
         )
     assert [group[0].token_ids[0] for group in groups] == list(range(40))
 
@@ -147,7 +149,7 @@ def test_dead_server_gives_its_requests_to_the_other() -> None:
 def test_nobody_listens() -> None:
     port = ClaimedPort()
     with pytest.raises(RolloutServerError, match="ConnectError"):
-        client(f"http://127.0.0.1:{port.number}").generate([make_prompt()], n=1, sampling=GREEDY)
+        generate(client(f"http://127.0.0.1:{port.number}"), [make_prompt()], n=1, sampling=GREEDY)
 
 
 def test_other_prompt_length_stops() -> None:
@@ -155,25 +157,25 @@ def test_other_prompt_length_stops() -> None:
         with pytest.raises(
             RolloutRequestError, match=r"rows.parquet:7: .* counts 4 .* the trainer 3"
         ):
-            client(fake).generate([make_prompt()], n=1, sampling=GREEDY)
+            generate(client(fake), [make_prompt()], n=1, sampling=GREEDY)
         assert len(fake.requests) == 1
 
 
 def test_other_weight_version_stops_where_nobody_watches_the_server() -> None:
     with FakeServer(weight_version="4") as fake:
         asking = client(fake)
-        asking.generate([make_prompt()], n=1, sampling=GREEDY, weight_version=4)
+        generate(asking, [make_prompt()], n=1, sampling=GREEDY, weight_version=4)
         with pytest.raises(RolloutServerError, match=r"\['4'\] instead of 5"):
-            asking.generate([make_prompt()], n=1, sampling=GREEDY, weight_version=5)
+            generate(asking, [make_prompt()], n=1, sampling=GREEDY, weight_version=5)
 
 
-def test_a_rollout_stops_when_enough_groups_are_complete() -> None:
+def test_a_pause_keeps_what_was_aborted() -> None:
     """Aborted responses keep their tokens and weight versions, and are continued by new weights."""
     prompts = [make_prompt(first_id=i) for i in range(5)]
     with FakeServer(weight_version="3") as fake:
         asking = client(fake)
         fake.held = {1, 4}
-        first = asking.generate(prompts, n=2, sampling=GREEDY, weight_version=3, enough=3)
+        first = generate_some(asking, prompts, 3, n=2, sampling=ALONE, weight_version=3)
         assert [[r.finish for r in group] for group in first] == [
             ["stop"] * 2,
             ["abort"] * 2,
@@ -188,7 +190,7 @@ def test_a_rollout_stops_when_enough_groups_are_complete() -> None:
         fake.held, fake.weight_version = set(), "4"
         begun = [first[1], [], first[4]]
         prompts = [prompts[1], make_prompt(first_id=9), prompts[4]]
-        second = asking.generate(prompts, n=2, sampling=GREEDY, weight_version=4, begun=begun)
+        second = generate(asking, prompts, n=2, sampling=ALONE, weight_version=4, begun=begun)
         (continued,) = [b for b in fake.bodies("/generate") if b["input_ids"][0][:1] == [1]][1:]
     assert [[r.token_ids.tolist() for r in group] for group in second] == [
         [[50, 51, 1, 2]] * 2,
@@ -199,7 +201,7 @@ def test_a_rollout_stops_when_enough_groups_are_complete() -> None:
     assert second[0][0].logprobs.tolist() == [-0.5, -1.5, -0.5, -1.5]
     assert second[0][0].finish == "stop" and second[0][0].weight_version == "4"
     assert continued["input_ids"] == [[1, 1, 2, 50, 51]] * 2
-    assert [p["max_new_tokens"] for p in continued["sampling_params"]] == [2, 2]
+    assert [p["max_new_tokens"] for p in continued["sampling_params"]] == [254, 254]
     assert [p["n"] for p in continued["sampling_params"]] == [1, 1]
 
 
@@ -208,28 +210,28 @@ def test_responses_that_another_client_aborts_are_continued() -> None:
         fake.held = {7}
         fake.aborted.set()
         fake.held_once = True
-        ((response,),) = client(fake).generate([make_prompt()], n=1, sampling=GREEDY)
+        ((response,),) = generate(client(fake), [make_prompt()], n=1, sampling=GREEDY)
         assert response.token_ids.tolist() == [50, 51, 7, 2] and response.finish == "stop"
 
 
-@pytest.mark.parametrize(("num_tokens", "finish"), [(0, None), (3, "abort"), (4, "length")])
+@pytest.mark.parametrize(("num_tokens", "finish"), [(0, None), (3, "abort"), (256, "length")])
 def test_an_abort_may_come_before_the_first_token_or_with_the_last(
     num_tokens: int, finish: str | None
 ) -> None:
     prompts = [make_prompt(first_id=i) for i in range(2)]
     with FakeServer() as fake:
         fake.held, fake.num_held_tokens = {1}, num_tokens
-        _, group = client(fake).generate(prompts, n=2, sampling=GREEDY, enough=1)
+        _, group = generate_some(client(fake), prompts, 1, n=2, sampling=ALONE)
     assert [response.finish for response in group] == ([finish] * 2 if finish else [])
 
 
 @pytest.mark.parametrize("ends", [(51,), (2, 51), (51, 2)])
 def test_an_aborted_response_that_has_ended_is_complete(ends: tuple[int, ...]) -> None:
     prompts = [make_prompt(first_id=i) for i in range(2)]
-    sampling = Sampling(temperature=0.0, max_new_tokens=4, stop_ids=ends)
+    sampling = replace(ALONE, stop_ids=ends)
     with FakeServer() as fake:
         fake.held = {1}
-        _, group = client(fake).generate(prompts, n=1, sampling=sampling, enough=1)
+        _, group = generate_some(client(fake), prompts, 1, n=1, sampling=sampling)
     assert [response.finish for response in group] == ["stop"]
 
 
@@ -241,7 +243,7 @@ def test_a_batch_shows_its_state_once_there_is_an_answer(monkeypatch: pytest.Mon
             asking = client(fake)
             asking._show = lines.append
             threading.Timer(0.2, fake.aborted.set).start()
-            asking.generate([make_prompt(), make_prompt(first_id=9)], n=1, sampling=GREEDY)
+            generate(asking, [make_prompt(), make_prompt(first_id=9)], n=1, sampling=GREEDY)
         return lines
 
     monkeypatch.setattr(generation, "POLL_EVERY", 0.02)
@@ -256,7 +258,7 @@ def test_body() -> None:
     sampling = Sampling(0.7, 9, top_p=0.9, suppressed_ids=(3, 5), cache_key="4")
     prompts = [make_prompt(images=2), make_prompt(first_id=8)]
     with FakeServer() as fake:
-        client(fake).generate(prompts, n=2, sampling=sampling)
+        generate(client(fake), prompts, n=2, sampling=sampling)
         ((path, body, authorization),) = fake.requests
     assert path == "/generate" and authorization == "Bearer secret"
     url = data_url_of(prompts[0].images[0])
@@ -282,7 +284,7 @@ def test_a_server_on_this_machine_reads_images_from_memory(faults: tuple[Fault, 
     with ReadingServer(*faults) as fake:
         routing = FixedServers(fake.url, api_key="secret", is_local=True)
         with RolloutClient(routing, RequestLimits(**NO_DELAY)) as local:
-            groups = local.generate(prompts, n=2, sampling=GREEDY)
+            groups = generate(local, prompts, n=2, sampling=GREEDY)
         bodies = fake.bodies("/generate")
     assert [group[0].token_ids[0] for group in groups] == [7, 8, 9]
     files = [b"".join(image.ppm()) for prompt in prompts for image in prompt.images]
@@ -416,7 +418,7 @@ def test_a_video_at_another_rate_is_cached_apart() -> None:
 def test_videos_are_not_sent_to_a_server_without_our_support() -> None:
     with FakeServer() as fake:
         with pytest.raises(RolloutRequestError, match=r"take the videos of rows\.parquet:7: only"):
-            client(fake).generate([video_prompt()], n=1, sampling=GREEDY)
+            generate(client(fake), [video_prompt()], n=1, sampling=GREEDY)
         assert not fake.requests
 
 

@@ -155,7 +155,7 @@ def test_servers_on_shared_gpus_can_release_all_memory(write_recipe: Any) -> Non
     [
         ({}, 64 * 8),
         ({"servers": 3}, 43 * 8),
-        ({"servers": 3, "oversample": 1.5}, 64 * 8),  # its concurrency
+        ({"servers": 3, "max_staleness": 1, "oversample": 1.5}, 64 * 8),  # its concurrency
         ({"servers": 6, "max_staleness": 1}, 43 * 8),  # prompts of two steps
         ({"servers": 6, "max_staleness": 2, "oversample": 1.5}, 32 * 8),
         ({"concurrency": 256}, 1024),  # never more

@@ -9,6 +9,7 @@ from megavlm.inference.protocol import Sampling
 from megavlm.inference.requests import RequestLimits, make_requests
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer
+from tests.support.generation import generate
 from tests.support.prompts import make_prompt
 
 SHORT = Sampling(temperature=1.0, max_new_tokens=4)
@@ -29,15 +30,7 @@ def test_a_prompt_takes_the_slots_of_its_share(image_tokens: int, slots: int) ->
 def sizes(prompts: list[Prompt], limits: RequestLimits) -> list[tuple[int, int]]:
     """Return the prompts and the slots of each request."""
     begun: list[list[object]] = [[] for _ in prompts]
-    requests = make_requests(
-        prompts,
-        2,
-        SHORT,
-        begun,
-        limits,
-        num_servers=1,
-        single=False,  # type: ignore[arg-type]
-    )
+    requests = make_requests(prompts, 2, SHORT, begun, limits, num_servers=1)  # type: ignore[arg-type]
     assert [place for request in requests for place in request.places] == [*range(len(prompts))]
     assert [p for request in requests for p in request.prompts] == prompts
     return [(request.num_prompts, request.slots) for request in requests]
@@ -55,7 +48,7 @@ def test_a_large_prompt_is_not_overtaken() -> None:
     prompts = [prompt(1, 0), prompt(4, 1), prompt(1, 2), prompt(9, 3), prompt(1, 4)]
     limits = RequestLimits(concurrency=4, image_tokens=4)
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), limits) as client:
-        groups = client.generate(prompts, n=1, sampling=LONG)
+        groups = generate(client, prompts, n=1, sampling=LONG)
         asked = [body["input_ids"][0][0] for body in fake.bodies("/generate")]
     assert asked == [0, 1, 2, 3, 4]
     assert [tuple(group[0].token_ids) for group in groups] == [(place, 0) for place in range(5)]

@@ -12,6 +12,7 @@ from megavlm.inference.protocol import ABORT, Response, Sampling, VersionSpan
 from megavlm.inference.requests import RequestLimits, RequestRefused, RequestTimedOut
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer
+from tests.support.generation import generate
 from tests.support.prompts import make_prompt
 from tests.support.responses import make_response
 from tests.support.server_pools import external, push
@@ -33,7 +34,7 @@ def test_a_group_is_followed_by_its_next_turn_while_another_is_generated() -> No
                 fake.aborted.set()
 
         prompts = [make_prompt(first_id=1), make_prompt(first_id=2)]
-        groups = client.generate(prompts, n=2, sampling=SAMPLING, follow=follow)
+        groups = generate(client, prompts, n=2, sampling=SAMPLING, follow=follow)
     assert events[:2] == [(0, [[1, 0], [1, 1]]), [9, 0]] and events[2][0] == 1
     ends = [group[0].token_ids[-2:].tolist() for group in groups]
     assert ends == [[1, 0], [2, 2]], "in their order"
@@ -53,8 +54,8 @@ def test_with_no_responses_all_groups_are_followed_at_once() -> None:
             said = await ask(make_prompt(first_id=place), 7 if place else None)
             assert said.token_ids.tolist() == [place, 0]
 
-        groups = client.generate(
-            [make_prompt() for _ in range(3)], n=0, sampling=SAMPLING, follow=follow
+        groups = generate(
+            client, [make_prompt() for _ in range(3)], n=0, sampling=SAMPLING, follow=follow
         )
         bodies = fake.bodies("/generate")
     assert groups == [[], [], []] and len(bodies) == 3
@@ -73,7 +74,7 @@ def test_a_next_turn_that_was_aborted_keeps_its_limit() -> None:
             fake.aborted.set()
             assert (await asking).token_ids.tolist() == [50, 51, 52, 9, 3]
 
-        client.generate([make_prompt()], n=0, sampling=SAMPLING, follow=follow)
+        generate(client, [make_prompt()], n=0, sampling=SAMPLING, follow=follow)
         limits = [b["sampling_params"] for b in fake.bodies("/generate")]
     assert [_limit(parameters) for parameters in limits] == [7, 4]
 
@@ -101,23 +102,8 @@ def test_a_next_turn_that_is_cancelled_is_forgotten() -> None:
             fake.aborted.set()
             assert (await ask(make_prompt(first_id=9))).token_ids.tolist() == [9, 0]
 
-        client.generate([make_prompt()], n=0, sampling=SAMPLING, follow=follow)
+        generate(client, [make_prompt()], n=0, sampling=SAMPLING, follow=follow)
     assert len(fake.bodies("/generate")) == 2
-
-
-def test_with_enough_groups_only_those_are_followed() -> None:
-    followed = []
-    with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
-        fake.held = {1}
-
-        async def follow(place: int, responses: list[Response], ask: Any) -> None:
-            followed.append(place)
-
-        prompts = [make_prompt(first_id=i) for i in range(3)]
-        done = client.generate(prompts[:1], n=1, sampling=SAMPLING)
-        begun = [[], [], done[0]]
-        client.generate(prompts, n=1, sampling=SAMPLING, begun=begun, enough=2, follow=follow)
-    assert followed == [2, 0]
 
 
 def test_a_next_turn_waits_for_a_refit_and_is_asked_again() -> None:
@@ -134,7 +120,8 @@ def test_a_next_turn_waits_for_a_refit_and_is_asked_again() -> None:
             assert (await ask(make_prompt(first_id=9))).weight_version == "1"
 
         with RolloutClient(pool, NO_DELAY) as client:
-            client.generate(
+            generate(
+                client,
                 [make_prompt()],
                 n=1,
                 sampling=SAMPLING,
@@ -166,7 +153,8 @@ def test_a_group_whose_requests_time_out_is_left_out_and_the_others_are_answered
             events.append((await ask(make_prompt(first_id=9))).weight_version)
 
         with RolloutClient(pool, SHORT) as client:
-            groups = client.generate(
+            groups = generate(
+                client,
                 [make_prompt(first_id=1), make_prompt(first_id=2)],
                 n=1,
                 sampling=SAMPLING,
@@ -181,17 +169,6 @@ def test_a_group_whose_requests_time_out_is_left_out_and_the_others_are_answered
     assert asked.count(2) == 4, "all attempts, and none after the refit"
 
 
-def test_what_timed_out_is_not_asked_again_with_what_a_refit_leaves() -> None:
-    with RolloutClient(FixedServers("http://127.0.0.1:9"), SHORT) as client:
-        prompts = [make_prompt(first_id=i) for i in range(3)]
-        groups = [list[Response]() for _ in prompts]
-        batch = client._batch(
-            prompts, groups, n=1, sampling=SAMPLING, wanted=3, skip_timed_out=True
-        )
-        batch._timed_out = {1}
-        assert [request.places for request in batch._make_requests()] == [[0], [2]]
-
-
 def test_a_next_turn_that_times_out_raises_where_it_was_asked() -> None:
     told: list[str] = []
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), SHORT) as client:
@@ -204,9 +181,9 @@ def test_a_next_turn_that_times_out_raises_where_it_was_asked() -> None:
                 told.append(str(error))
 
         arguments: Any = {"n": 1, "sampling": SAMPLING, "follow": follow}
-        client.generate([make_prompt(first_id=1)], **arguments, skip_timed_out=True)
+        generate(client, [make_prompt(first_id=1)], **arguments, skip_timed_out=True)
         with pytest.raises(RolloutServerError, match=r"raise rollout\.request_timeout"):
-            client.generate([make_prompt(first_id=1)], **arguments)
+            generate(client, [make_prompt(first_id=1)], **arguments)
     assert len(told) == 1 and "4 attempts" in told[0]
 
 
@@ -224,11 +201,11 @@ def test_a_next_turn_that_is_refused_raises_where_it_was_asked() -> None:
             assert (await ask(make_prompt(first_id=8))).token_ids.tolist() == [8, 0]
 
         arguments: Any = {"n": 1, "sampling": SAMPLING, "follow": follow}
-        (group,) = client.generate([make_prompt(first_id=1)], **arguments)
+        (group,) = generate(client, [make_prompt(first_id=1)], **arguments)
         assert len(group) == 1 and len(told) == 1 and "HTTP 400" in told[0]
         fake.refused["/generate"] = {4}
         with pytest.raises(RolloutRequestError, match="HTTP 400"):
-            client.generate([make_prompt(first_id=1)], **arguments)
+            generate(client, [make_prompt(first_id=1)], **arguments)
 
 
 def test_a_continuation_that_is_refused_begins_anew() -> None:
@@ -236,7 +213,7 @@ def test_a_continuation_that_is_refused_begins_anew() -> None:
     cut = replace(whole, finish=ABORT)
     with FakeServer("400") as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
         prompts = [make_prompt(first_id=1)]
-        (group,) = client.generate(prompts, n=2, sampling=SAMPLING, begun=[[whole, cut]])
+        (group,) = generate(client, prompts, n=2, sampling=SAMPLING, begun=[[whole, cut]])
         asked = [len(body["input_ids"][0]) for body in fake.bodies("/generate")]
     assert [response.token_ids.tolist() for response in group] == [[1, 0], [1, 1]]
     assert asked == [5, 3], "with its tokens, then without"
@@ -249,8 +226,8 @@ def test_only_what_timed_out_is_left_out() -> None:
 
     with FakeServer(*["500"] * 4) as fake, RolloutClient(FixedServers(fake.url), SHORT) as client:
         with pytest.raises(RolloutServerError, match="500"):
-            client.generate(
-                [make_prompt()], n=1, sampling=SAMPLING, follow=follow, skip_timed_out=True
+            generate(
+                client, [make_prompt()], n=1, sampling=SAMPLING, follow=follow, skip_timed_out=True
             )
 
 
@@ -263,7 +240,7 @@ def test_an_error_of_what_follows_ends_the_generation() -> None:
 
         prompts = [make_prompt(first_id=1), make_prompt(first_id=2)]
         with pytest.raises(ValueError, match="as told"):
-            client.generate(prompts, n=1, sampling=SAMPLING, follow=follow)
+            generate(client, prompts, n=1, sampling=SAMPLING, follow=follow)
         fake.held = set()
-        ((answer,),) = client.generate(prompts[1:], n=1, sampling=SAMPLING)
+        ((answer,),) = generate(client, prompts[1:], n=1, sampling=SAMPLING)
         assert answer.token_ids.tolist() == [2, 0]

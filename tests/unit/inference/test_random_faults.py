@@ -14,6 +14,7 @@ from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy
 from tests.fakes.server import FakeServer, Fault
+from tests.support.generation import generate
 from tests.support.levels import slow
 from tests.support.prompts import make_prompt
 from tests.support.timeouts import scaled
@@ -58,7 +59,8 @@ def test_the_ledger_has_no_gap_and_no_double(seed: int, monkeypatch: pytest.Monk
                     for kind in faults.get(step, ()):
                         break_(rng.choice([a, b]), kind, step)
                     prompts = [make_prompt(first_id=PROMPTS * step + i) for i in range(PROMPTS)]
-                    groups = client.generate(
+                    groups = generate(
+                        client,
                         prompts,
                         n=2,
                         sampling=SAMPLING,

@@ -12,6 +12,7 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.router import BehindRouter
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from tests.fakes.server import FakeServer
+from tests.support.generation import generate
 from tests.support.prompts import make_prompt
 
 NO_DELAY = RequestLimits(retry_delay=0.0)
@@ -27,7 +28,7 @@ def push(pool: ServerPool, version: str, *fakes: FakeServer) -> None:
 
 def ask(client: RolloutClient, version: str, **options: Any) -> list[Any]:
     prompts = [make_prompt(first_id=i) for i in range(3)]
-    return client.generate(prompts, n=2, sampling=SAMPLING, weight_version=version, **options)
+    return generate(client, prompts, n=2, sampling=SAMPLING, weight_version=version, **options)
 
 
 def test_requests_go_to_the_router_and_weights_to_the_servers() -> None:

@@ -26,6 +26,7 @@ from megavlm.inference.server_pool.routing import Outlook
 from megavlm.inference.server_pool.state import State
 from megavlm.rollout.ahead.mirror import ServerStates
 from tests.fakes.server import FakeServer
+from tests.support.generation import generate
 from tests.support.prompts import make_prompt
 from tests.support.server_pools import POLICY, external, push, state, wait_for
 from tests.support.timeouts import scaled
@@ -196,7 +197,7 @@ def test_with_enough_servers_left_the_run_continues(
         wait_for(lambda: state(pool, gone) is State.RETIRED)
         assert push(pool, 2) == [left]
         # the stub's own version does not change: any will do here
-        groups = client.generate([make_prompt()], n=2, sampling=SAMPLING)
+        groups = generate(client, [make_prompt()], n=2, sampling=SAMPLING)
         assert len(groups[0]) == 2
 
 
@@ -215,7 +216,7 @@ def test_a_server_killed_in_mid_batch_loses_and_doubles_nothing() -> None:
 
             death = threading.Thread(target=die)
             death.start()
-            groups = client.generate(prompts, n=2, sampling=SAMPLING, weight_version=1)
+            groups = generate(client, prompts, n=2, sampling=SAMPLING, weight_version=1)
             death.join()
             assert [[tuple(r.token_ids) for r in group] for group in groups] == [
                 [(i, 0), (i, 1)] for i in range(12)
@@ -243,9 +244,9 @@ def test_when_all_servers_died_the_batch_continues_after_a_refit(
             assert state(pool, url) is State.STALE
             refits.append(push(pool, 0))
 
-        begun = client.generate(prompts[:1], n=2, sampling=SAMPLING, refit=refit)
-        groups = client.generate(
-            prompts, n=2, sampling=SAMPLING, refit=refit, begun=[begun[0], [], []]
+        begun = generate(client, prompts[:1], n=2, sampling=SAMPLING, refit=refit)
+        groups = generate(
+            client, prompts, n=2, sampling=SAMPLING, refit=refit, begun=[begun[0], [], []]
         )
         assert len(refits) == 1 and groups[0] is not begun[0] and groups[0] == begun[0]
     assert [[tuple(r.token_ids) for r in group] for group in groups] == [
@@ -259,7 +260,7 @@ def test_another_weight_version_makes_the_server_stale_and_is_asked_elsewhere() 
         with external(a, b) as pool, RolloutClient(pool, NO_DELAY) as client:
             push(pool, 5, (a, b))
             a.weight_version = "default"  # another process restarted it
-            groups = client.generate(prompts, n=1, sampling=SAMPLING, weight_version=5)
+            groups = generate(client, prompts, n=1, sampling=SAMPLING, weight_version=5)
             assert {r.weight_version for group in groups for r in group} == {"5"}
             assert state(pool, a.url) is State.STALE
             assert {t.url: t.needs_all for t in pool.receivers()} == {
@@ -273,7 +274,8 @@ def test_a_server_that_will_not_hold_the_weights_ends_the_rollout() -> None:
         with external(fake) as pool, RolloutClient(pool, NO_DELAY) as client:
             push(pool, 5)
             with pytest.raises(RolloutServerError, match=r"versions \['9'\] instead of 5"):
-                client.generate(
+                generate(
+                    client,
                     [make_prompt()],
                     n=1,
                     sampling=SAMPLING,
@@ -287,7 +289,7 @@ def test_a_failed_request_waits_for_a_real_answer() -> None:
     with FakeServer("500", only_generate=True) as fake:
         with external(fake) as pool, RolloutClient(pool, NO_DELAY) as client:
             push(pool, 1)
-            client.generate([make_prompt()], n=1, sampling=SAMPLING, weight_version=1)
+            generate(client, [make_prompt()], n=1, sampling=SAMPLING, weight_version=1)
             assert fake.paths().count("/health_generate") == 1
             assert fake.paths().count("/generate") == 2
 
@@ -302,7 +304,7 @@ def test_a_server_that_hangs_is_noticed_by_probes_and_its_requests_move(
             a.held = set(range(8))
             a.ill.set()
             prompts = [make_prompt(first_id=i) for i in range(8)]
-            groups = client.generate(prompts, n=1, sampling=SAMPLING, weight_version=1)
+            groups = generate(client, prompts, n=1, sampling=SAMPLING, weight_version=1)
             assert len(groups) == 8 and all(groups)
             wait_for(lambda: state(pool, a.url) is State.DEAD)
             a.aborted.set()

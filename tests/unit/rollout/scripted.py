@@ -32,20 +32,19 @@ class Policy:
         self.processor, self.texts, self.cut = processor, list(texts), cut
         self.asked: list[tuple[list[Prompt], int]] = []
 
-    def __call__(
+    async def __call__(
         self,
         prompts: Sequence[Prompt],
         n: int,
-        begun: Any = None,
-        enough: int | None = None,
-        follow: Any = None,
-    ) -> list[list[Response]]:
+        groups: Sequence[list[Response]],
+        follow: Any,
+    ) -> None:
         self.asked.append((list(prompts), n))
-        answers = [[self.respond() for _ in range(n)] for _ in prompts]
-        RUNNER.run(self.follow(answers, follow))
-        return answers
+        for group in groups:
+            group[:] = [self.respond() for _ in range(n)]
+        await self.follow(groups, follow)
 
-    async def follow(self, answers: list[list[Response]], follow: Any) -> None:
+    async def follow(self, answers: Sequence[list[Response]], follow: Any) -> None:
         """Play on from complete answers; the others are empty."""
         places = [place for place, answer in enumerate(answers) if answer]
         await asyncio.gather(*(follow(place, answers[place], self.ask) for place in places))
@@ -92,7 +91,7 @@ def play(
     playing = episode_runner(processor, manager, name, **settings)
     group = Group(processor.prompt(row))
     try:
-        playing.play(playing.start([group], n), policy)
+        RUNNER.run(playing.play(RUNNER.run(playing.start([group], n)), policy))
     finally:
         RUNNER.run(playing._environments.close())  # the reward manager is the tests' own
     return group.episodes

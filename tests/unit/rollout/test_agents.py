@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -18,7 +19,7 @@ from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.groups import policy_trees, rollout_metrics, sample_records
 from megavlm.rollout.trajectory import Group
 from tests.support.timeouts import scaled
-from tests.unit.rollout.scripted import ROW, Policy, episode_runner, fails, graded
+from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner, fails, graded
 
 SETTINGS: dict[str, Any] = {
     "timeout": scaled(20),
@@ -32,7 +33,7 @@ SETTINGS: dict[str, Any] = {
 class Scripted(Policy):
     """Is asked by agents alone."""
 
-    async def follow(self, answers: list[list[Response]], follow: Any) -> None:
+    async def follow(self, answers: Sequence[list[Response]], follow: Any) -> None:
         assert not any(answers)
         await asyncio.gather(*(follow(place, [], self.ask) for place in range(len(answers))))
 
@@ -53,9 +54,9 @@ def play(
     )
     group = Group(processor.prompt(ROW))
     try:
-        playing.play(playing.start([group], n), policy)
+        RUNNER.run(playing.play(RUNNER.run(playing.start([group], n)), policy))
     finally:
-        playing.close()
+        RUNNER.run(playing.close())
     return group
 
 

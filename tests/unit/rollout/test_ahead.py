@@ -36,6 +36,7 @@ from megavlm.observability.phases import Phases
 from megavlm.rollout.ahead import handle
 from megavlm.rollout.ahead.handle import AheadSource
 from megavlm.rollout.ahead.producer import serve
+from megavlm.rollout.sampler import Refit
 from megavlm.rollout.trajectory import Group
 from tests.conftest import row, write_rows
 from tests.fakes.server import PROMPT_IDS, FakeServer
@@ -119,6 +120,12 @@ def started(config: Config, pool: Any, state: Any = None, timeout: float = 300.0
     return source
 
 
+def take(source: AheadSource, version: int, refit: Refit = no_refit) -> list[Group]:
+    """Return the groups of a step, which come at once."""
+    (wave,) = source.waves(version, refit)
+    return list(wave.groups)
+
+
 def rows_of(groups: list[Group]) -> list[int]:
     return [group.prompt.row.index for group in groups]
 
@@ -134,7 +141,7 @@ def test_a_step_ahead_and_no_further(config: Config, fake: Any) -> None:
         producer, seen = started(config, pool), []
         try:
             for version in range(3):
-                groups = producer.take(SIZE, version, no_refit)
+                groups = take(producer, version)
                 seen += rows_of(groups)
                 wait_for(lambda most=SIZE * (version + 2): num_asked(fake) == most)
                 assert producer.measures["dropped_groups"] == 0
@@ -152,7 +159,7 @@ def test_groups_arrive_as_they_were(config: Config, fake: Any) -> None:
     with external(fake) as pool:
         push(pool, 0, (fake,))
         producer = started(config, pool)
-        (group, _) = producer.take(SIZE, 0, no_refit)
+        (group, _) = take(producer, 0)
         producer.close()
     processor = Processor(config.model.folder, config.data, family_of(config.model.folder))
     prompt = processor.prompt(Rows(config.data.train_files, config.data)[group.prompt.row.index])
@@ -175,7 +182,7 @@ def test_groups_arrive_with_the_rewards_of_their_group(config: Config, fake: Any
     with external(fake) as pool:
         push(pool, 0, (fake,))
         producer = started(config, pool)
-        groups = producer.take(SIZE, 0, no_refit)
+        groups = take(producer, 0)
         producer.close()
     assert [[score.reward for score in group.scores] for group in groups] == [[0.0, 1.0]] * SIZE
 
@@ -191,7 +198,7 @@ def test_a_response_that_a_push_aborts_is_continued_and_waited_for(
         try:
             first = order(config, 1)[0]
             taken: list[list[Group]] = []
-            thread = threading.Thread(target=lambda: taken.append(producer.take(SIZE, 0, no_refit)))
+            thread = threading.Thread(target=lambda: taken.append(take(producer, 0)))
             thread.start()
             wait_for(lambda: num_asked(fake) == 2 * SIZE)
             assert not taken
@@ -214,21 +221,21 @@ def test_a_run_that_is_killed_trains_on_every_prompt_once(config: Config, fake: 
     with external(fake) as pool:
         push(pool, 0, (fake,))
         producer = started(config, pool)
-        trained = rows_of(producer.take(SIZE, 0, no_refit))
+        trained = rows_of(take(producer, 0))
         push(pool, 1, (fake,))
         wait_for(lambda: all(item["responses"] for item in producer.state_dict()["backlog"]))
         state = producer.state_dict()
-        lost = rows_of(producer.take(SIZE, 1, no_refit))  # after the checkpoint
+        lost = rows_of(take(producer, 1))  # after the checkpoint
         producer.close()  # killed
         assert [item["row"] for item in state["backlog"]] == lost
         assert [item["step"] for item in state["backlog"]] == [0] * SIZE
 
         before = num_asked(fake)
         producer = started(config, pool, state)
-        trained += rows_of(producer.take(SIZE, 1, no_refit))
+        trained += rows_of(take(producer, 1))
         wait_for(lambda: num_asked(fake) == before + SIZE)
         push(pool, 2, (fake,))
-        trained += rows_of(producer.take(SIZE, 2, no_refit))
+        trained += rows_of(take(producer, 2))
         producer.close()
     assert trained == order(config, 3 * SIZE)
 
@@ -240,7 +247,7 @@ def test_requests_name_their_version_where_a_push_keeps_prefixes(config: Config,
         producer = started(config, pool)
         for version in range(2):
             push(pool, version, (fake,))
-            producer.take(SIZE, version, no_refit)
+            take(producer, version)
         wait_for(lambda: num_asked(fake) == 3 * SIZE)
         producer.close()
     keys = [body["extra_key"] for body in fake.bodies("/generate")]
@@ -254,13 +261,13 @@ def test_groups_that_are_too_old_are_dropped_and_counted(config: Config, fake: A
     with external(fake) as pool:
         push(pool, 0, (fake,))
         producer = started(config, pool)
-        producer.take(SIZE, 0, no_refit)
+        take(producer, 0)
         wait_for(lambda: all(item["responses"] for item in producer.state_dict()["backlog"]))
         state = producer.state_dict()
         producer.close()
         push(pool, 5, (fake,))
         producer = started(config, pool, state)
-        groups = producer.take(SIZE, 5, no_refit)
+        groups = take(producer, 5)
         producer.close()
     assert producer.measures["dropped_groups"] == SIZE
     assert rows_of(groups) == order(config, 3 * SIZE)[2 * SIZE :]
@@ -285,10 +292,6 @@ def partial(config: Config, fake: Any, slow: int) -> tuple[Config, threading.Eve
     return config, answered
 
 
-def num_answered(producer: AheadSource) -> int:
-    return sum(bool(item["responses"]) for item in producer.state_dict()["backlog"])
-
-
 @pytest.mark.usefixtures("in_thread")
 def test_a_slow_group_is_overtaken_until_it_would_be_too_old(config: Config, fake: Any) -> None:
     slow, *others = order(config, 4 * SIZE)
@@ -296,14 +299,14 @@ def test_a_slow_group_is_overtaken_until_it_would_be_too_old(config: Config, fak
     with external(fake) as pool:
         push(pool, 0, (fake,))
         producer = started(config, pool)
-        taken = rows_of(producer.take(SIZE, 0, no_refit))
+        taken = rows_of(take(producer, 0))
         assert num_asked(fake) == 2 * SIZE, "the prompts of two steps, not of three"
         push(pool, 1, (fake,))
-        taken += rows_of(producer.take(SIZE, 1, no_refit))
+        taken += rows_of(take(producer, 1))
         assert slow not in taken
         push(pool, 2, (fake,))
         last: list[int] = []
-        thread = threading.Thread(target=lambda: last.extend(take_rows(producer, 2)))
+        thread = threading.Thread(target=lambda: last.extend(rows_of(take(producer, 2))))
         thread.start()
         wait_for(lambda: num_asked(fake) == 4 * SIZE)
         time.sleep(0.2)
@@ -315,43 +318,9 @@ def test_a_slow_group_is_overtaken_until_it_would_be_too_old(config: Config, fak
     assert {*taken, *last} < {slow, *others}
 
 
-def take_rows(producer: AheadSource, version: int) -> list[int]:
-    return rows_of(producer.take(SIZE, version, no_refit))
-
-
 @pytest.mark.usefixtures("in_thread")
-def test_a_run_that_is_killed_with_slow_groups_trains_on_every_prompt_once(
-    config: Config, fake: Any
-) -> None:
-    slow, *_ = rows = order(config, 5 * SIZE)
-    config, answered = partial(config, fake, slow)
-    with external(fake) as pool:
-        push(pool, 0, (fake,))
-        producer = started(config, pool)
-        trained = take_rows(producer, 0)
-        wait_for(lambda: num_answered(producer) == SIZE - 1)
-        state = producer.state_dict()
-        producer.close()  # killed
-        answered.set()
-        push(pool, 1, (fake,))
-        producer = started(config, pool, state)
-        for version in range(1, 4):
-            trained += take_rows(producer, version)
-            push(pool, version + 1, (fake,))
-        assert producer.measures["dropped_groups"] == 0
-        producer.close()
-    kept = [item["row"] for item in state["backlog"]]
-    assert kept == [row for row in rows[: 2 * SIZE] if row not in trained[:SIZE]]
-    assert len(set(trained)) == len(trained) == 4 * SIZE
-    assert {*rows[: 2 * SIZE]} <= {*trained} <= {*rows}
-
-
-@pytest.mark.parametrize("handling", ["drop", "requeue"])
-@pytest.mark.usefixtures("in_thread")
-def test_a_group_whose_requests_time_out_is_dropped_or_asked_again(
-    config: Config, fake: Any, handling: Any
-) -> None:
-    config = replace(config, rollout=replace(config.rollout, timed_out=handling))
+def test_a_group_whose_requests_time_out_is_asked_again(config: Config, fake: Any) -> None:
+    config = replace(config, rollout=replace(config.rollout, timed_out="requeue"))
     rows = order(config, 4 * SIZE)
     lost, hung, answer = rows[1], [], fake.answer
     problems = Rows(config.data.train_files, config.data)
@@ -370,15 +339,14 @@ def test_a_group_whose_requests_time_out_is_dropped_or_asked_again(
         producer = started(config, pool, timeout=scaled(1))
         taken, counted = [], []
         for version in range(3):
-            taken += rows_of(producer.take(SIZE, version, no_refit))
+            taken += rows_of(take(producer, version))
             counted.append(producer.measures["timed_out_groups"])
             wait_for(lambda: state(pool, fake.url) is State.HEALTHY)  # a time-out is suspicious
             push(pool, version + 1, (fake,))
         producer.close()
     left = [row for row in rows if row != lost]
-    again = [lost] if handling == "requeue" else []
     assert counted == [1, 0, 0] and len(hung) == 4
-    assert taken == [*left[: 2 * SIZE], *again, *left[2 * SIZE :]][: 3 * SIZE]
+    assert taken == [*left[: 2 * SIZE], lost, *left[2 * SIZE :]][: 3 * SIZE]
 
 
 @pytest.mark.usefixtures("in_thread")
@@ -389,19 +357,8 @@ def test_a_step_in_which_everything_times_out_ends_the_run(config: Config, fake:
         push(pool, 0, (fake,))
         producer = started(config, pool, timeout=0.1)
         with pytest.raises(RolloutServerError, match=f"algorithm.prompts_per_step={SIZE} "):
-            producer.take(SIZE, 0, no_refit)
+            take(producer, 0)
         producer.close()
-
-
-@pytest.mark.usefixtures("in_thread")
-def test_further_groups_of_a_step_may_start_at_once(config: Config, fake: Any) -> None:
-    """Dynamic sampling asks for more than a step's worth."""
-    with external(fake) as pool:
-        push(pool, 0, (fake,))
-        producer = started(config, pool)
-        seen = [row for count in (SIZE, 1, 2) for row in rows_of(producer.take(count, 0, no_refit))]
-        producer.close()
-    assert seen == order(config, SIZE + 3)
 
 
 @pytest.mark.usefixtures("in_thread")
@@ -412,7 +369,7 @@ def test_servers_without_weights_are_refitted(config: Config, fake: Any) -> None
         def refit() -> None:
             refits.append(push(pool, 0, (fake,)))
 
-        assert len(producer.take(SIZE, 0, refit)) == SIZE
+        assert len(take(producer, 0, refit)) == SIZE
         producer.close()
     assert refits == [[fake.url]]
 
@@ -425,7 +382,7 @@ def test_a_server_with_other_weights_gets_no_requests_until_a_push(
         push(pool, 7, (fake,))
         fake.weight_version = "3"  # it restarted with another run's weights
         producer = started(config, pool)
-        groups = producer.take(SIZE, 7, lambda: [push(pool, 7, (fake,))].clear())
+        groups = take(producer, 7, lambda: [push(pool, 7, (fake,))].clear())
         producer.close()
     versions = {e.responses[0].weight_version for g in groups for e in g.episodes}
     assert versions == {"7"}
@@ -438,7 +395,7 @@ def test_errors_of_the_producer_are_raised_by_the_trainer(config: Config, fake: 
         fake.refused["/generate"] = {1}
         producer = started(config, pool)
         with pytest.raises(RolloutRequestError, match="refused as scripted"):
-            producer.take(SIZE, 0, no_refit)
+            take(producer, 0)
         producer.close()
 
 
@@ -456,18 +413,18 @@ def test_the_process_ends_with_the_trainer_and_its_death_is_one_sentence(
     with external(fake) as pool:
         push(pool, 0, (fake,))
         producer = started(config, pool)
-        assert len(producer.take(SIZE, 0, no_refit)) == SIZE
+        assert len(take(producer, 0)) == SIZE
         process = psutil.Process(producer._process.pid)
         children = process.children(recursive=True)
         assert children, "its rewards"
         process.kill()
         with pytest.raises(RolloutServerError, match=r"ended with SIGKILL; .*checkpoint"):
-            producer.take(SIZE, 1, no_refit)
+            take(producer, 1)
         psutil.wait_procs(children, 30)
         assert not any(child.is_running() for child in children)
 
         producer = started(config, pool)
-        producer.take(SIZE, 0, no_refit)
+        take(producer, 0)
         producer.close()
         assert isinstance(producer._process, subprocess.Popen)
         assert producer._process.returncode == 0

@@ -39,7 +39,7 @@ def playing(processor: Processor, log: Path, keeping_modules: None) -> Iterator[
     settings = {"timeout": scaled(3), "max_turns": 2, "workers": 1, "memory_mb": 1024}
     made = episode_runner(processor, graded(), KEEPING, options={"log": str(log)}, **settings)
     yield made
-    made.close()
+    RUNNER.run(made.close())
 
 
 class Unanswered(Policy):
@@ -56,17 +56,15 @@ class Refused(Unanswered):
 class Aborted(Policy):
     """Is aborted before any response is complete."""
 
-    def __call__(self, prompts: Any, n: int, follow: Any = None, **partly: Any) -> Any:
-        cut = [replace(self.respond(), finish="abort") for _ in range(n)]
-        return [cut for _ in prompts]
+    async def __call__(self, prompts: Any, n: int, groups: Any, follow: Any) -> None:
+        groups[0][:] = [replace(self.respond(), finish="abort") for _ in range(n)]
 
 
 class TimedOut(Policy):
     """Has no answer to the first request."""
 
-    def __call__(self, prompts: Any, n: int, follow: Any = None, **partly: Any) -> Any:
-        RUNNER.run(follow(0, [], self.ask))
-        return [[]]
+    async def __call__(self, prompts: Any, n: int, groups: Any, follow: Any) -> None:
+        await follow(0, [], self.ask)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +91,7 @@ def test_an_environment_is_closed_once(
 ) -> None:
     log.unlink(missing_ok=True)
     group = Group(processor.prompt(ROW))
-    playing.play(playing.start([group], 2), policy(processor, *texts))
+    RUNNER.run(playing.play(RUNNER.run(playing.start([group], 2)), policy(processor, *texts)))
     assert group.has_ended == has_ended
     RUNNER.run(closed(playing._environments))  # type: ignore[arg-type]
     assert counted(log) == [1, 1]
@@ -102,11 +100,10 @@ def test_an_environment_is_closed_once(
 def test_an_environment_is_closed_whose_episode_ahead_is_stopped_or_not_answered(
     processor: Processor, playing: EpisodeRunner, log: Path
 ) -> None:
-    """The producer of rollouts calls play_group itself."""
     log.unlink(missing_ok=True)
     policy = Policy(processor, "2", "2")
     stopped, unanswered = (Group(processor.prompt(ROW)) for _ in range(2))
-    assert playing.start([stopped, unanswered], 2) == [stopped, unanswered]
+    assert RUNNER.run(playing.start([stopped, unanswered], 2)) == [stopped, unanswered]
 
     async def play() -> None:
         await playing.play_group(unanswered, [], policy.ask)
@@ -123,11 +120,11 @@ def test_an_environment_is_closed_whose_start_is_only_checked_or_fails(
     processor: Processor, playing: EpisodeRunner, log: Path
 ) -> None:
     log.unlink(missing_ok=True)
-    playing.check_start(processor.prompt(ROW))
+    RUNNER.run(playing.check_start(processor.prompt(ROW)))
     RUNNER.run(closed(playing._environments))  # type: ignore[arg-type]
     assert counted(log) == [1]
     group = Group(processor.prompt(replace(ROW, answer="no reset")))
-    assert playing.start([group], 2) == []
+    assert RUNNER.run(playing.start([group], 2)) == []
     RUNNER.run(closed(playing._environments))  # type: ignore[arg-type]
     assert counted(log) == [1, 1, 1]
 
@@ -137,8 +134,8 @@ def test_environments_of_episodes_that_are_not_played_are_closed_at_the_end(
 ) -> None:
     log = tmp_path / "log"
     made = episode_runner(processor, graded(), KEEPING, options={"log": str(log)}, workers=1)
-    made.start([Group(processor.prompt(ROW))], 3)
-    made.close()
+    RUNNER.run(made.start([Group(processor.prompt(ROW))], 3))
+    RUNNER.run(made.close())
     assert counted(log) == [1, 1, 1]
 
 
@@ -150,7 +147,7 @@ def test_a_built_in_environment_is_closed_once(
     made = episode_runner(processor, graded(), "single_turn")
     assert isinstance(made._environments, Local)
     for policy in (Policy(processor, "3", "1"), Aborted(processor, "3", "1")):
-        made.play(made.start([Group(processor.prompt(ROW))], 2), policy)
-    made.start([Group(processor.prompt(ROW))], 2)
-    made.close()
+        RUNNER.run(made.play(RUNNER.run(made.start([Group(processor.prompt(ROW))], 2)), policy))
+    RUNNER.run(made.start([Group(processor.prompt(ROW))], 2))
+    RUNNER.run(made.close())
     assert len(ended) == len(set(map(id, ended))) == 6

@@ -1,7 +1,6 @@
 """What happens to faults of a user's environment, of rewards, and to prompts that cannot start."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from megavlm.config.reward import Reward
 from megavlm.data.processor import Processor, Prompt
 from megavlm.environments.base import Step
+from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.protocol import Response
 from megavlm.limited.failure import CallFailure
 from megavlm.rewards.base import Example, RewardStop, Score
@@ -118,10 +118,10 @@ def test_a_start_that_cannot_be_shown_leaves_its_prompt_out(
     options: dict[str, Any] = {"options": {"fault": fault}}
     prompt = processor.prompt(ROW)
     playing = episode_runner(processor, fails("zero"), FAULTY, **options)
-    assert playing.start([Group(prompt)], 2) == [] and playing.skipped == {"bad": 1}
+    assert RUNNER.run(playing.start([Group(prompt)], 2)) == [] and playing.skipped == {"bad": 1}
     with pytest.raises(ValueError, match=f"none of 1000 prompts .*rows:5.*{problem}"):
-        playing.start_or_replace([Group(prompt)], 1, lambda n: [prompt] * 250)
-    playing.close()
+        RUNNER.run(playing.start_or_replace([Group(prompt)], 1, lambda n: [prompt] * 250))
+    RUNNER.run(playing.close())
 
 
 def test_a_user_s_environment_scores_itself_and_starts_as_it_likes(
@@ -172,26 +172,26 @@ def test_a_reset_that_fails_is_one_sentence_or_leaves_its_prompt_out(
     settings: dict[str, Any] = {"options": {"fault": fault}, "timeout": timeout, "workers": 1}
     prompt = processor.prompt(ROW)
     playing = episode_runner(processor, fails("zero"), FAULTY, **settings)
-    assert playing.start([Group(prompt)], 2) == [] and playing.skipped == {"bad": 1}
+    assert RUNNER.run(playing.start([Group(prompt)], 2)) == [] and playing.skipped == {"bad": 1}
     playing.reward_manager = fails("stop")
     with pytest.raises(RewardStop, match=r"environment.name=.*Faulty, rows:5"):
-        playing.start([Group(prompt)], 2)
-    playing.close()
+        RUNNER.run(playing.start([Group(prompt)], 2))
+    RUNNER.run(playing.close())
 
 
 def test_a_start_that_is_too_long_is_left_out_or_one_sentence(processor: Processor) -> None:
     """The schema of the tool alone has more tokens than this recipe's prompts may."""
     prompt = processor.prompt(ROW)
     playing = episode_runner(processor, graded(), "geo3k_calculator", long_prompts="skip")
-    assert playing.start([Group(prompt)], 2) == []
+    assert RUNNER.run(playing.start([Group(prompt)], 2)) == []
     assert playing.skipped == {"long": 1}
     with pytest.raises(ValueError, match=r"none of 1000 prompts in a row can start; .*rows:5"):
-        playing.start_or_replace([Group(prompt)], 2, lambda n: [prompt] * 250)
-    playing.close()
+        RUNNER.run(playing.start_or_replace([Group(prompt)], 2, lambda n: [prompt] * 250))
+    RUNNER.run(playing.close())
     playing = episode_runner(processor, graded(), "geo3k_calculator", long_prompts="refuse")
     with pytest.raises(ValueError, match=r"geo3k_calculator, rows:5 adds to the prompt\. .*tokens"):
-        playing.start([Group(prompt)], 2)
-    playing.close()
+        RUNNER.run(playing.start([Group(prompt)], 2))
+    RUNNER.run(playing.close())
 
 
 def test_another_prompt_is_drawn_for_one_that_cannot_start(
@@ -209,51 +209,55 @@ def test_another_prompt_is_drawn_for_one_that_cannot_start(
 
     playing = episode_runner(processor, graded(), "geo3k_calculator", "skip")
     monkeypatch.setattr(processor, "_max_prompt_tokens", 10**6)
-    (told,) = playing.start([Group(short)], 1)
+    (told,) = RUNNER.run(playing.start([Group(short)], 1))
     monkeypatch.setattr(processor, "_max_prompt_tokens", len(told.first_prompt.token_ids))
     groups = [Group(prompt) for prompt in (long, short, long)]
-    started = playing.start_or_replace(groups, 1, draw)
+    started = RUNNER.run(playing.start_or_replace(groups, 1, draw))
     assert [group.prompt.row.index for group in started] == [0, 0, 0] and asked == [2]
     assert playing.skipped == {"long": 2}
-    playing.close()
+    RUNNER.run(playing.close())
 
 
 def test_an_episode_whose_reward_fails_may_be_skipped(processor: Processor) -> None:
     playing = episode_runner(processor, fails("skip"), "vqa")
     group = Group(processor.prompt(ROW))
-    playing.play(playing.start([group], 3), Policy(processor, "3", "1", "1 2 3 4 5"))
+    RUNNER.run(
+        playing.play(
+            RUNNER.run(playing.start([group], 3)), Policy(processor, "3", "1", "1 2 3 4 5")
+        )
+    )
     episodes = group.episodes
     assert [episode.score.skipped for episode in episodes] == [False, False, True]
     assert [episode.score.reward for episode in episodes] == [1.0, 0.5, 0.0]
 
 
-def test_with_enough_complete_groups_the_others_wait_with_their_responses(
+def test_groups_have_the_responses_that_came_before_an_error(
     processor: Processor, manager: RewardManager
 ) -> None:
-    policy = Policy(processor, *["3"] * 6)
+    policy, begun = Policy(processor, *["3"] * 2), list[list[Response]]()
     cut = replace(policy.respond(), finish="abort")
-    begun: list[Any] = []
 
-    def generate(
-        prompts: Sequence[Prompt], n: int, follow: Any, **partly: Any
-    ) -> list[list[Response]]:
-        begun.append(partly)
-        answers = [[cut], [], *([policy.respond()] for _ in prompts[2:])]
-        RUNNER.run(policy.follow([[], [], *answers[2:4]], follow))
-        return answers
+    async def generate(prompts: Any, n: int, groups: Any, follow: Any) -> None:
+        begun.extend(map(list, groups))
+        groups[0][:], groups[2][:] = [cut], [policy.respond()]
+        await policy.follow([[], [], groups[2], []], follow)
+        raise RolloutServerError("as told")
 
     playing = episode_runner(processor, manager, "vqa")
-    groups = [Group(processor.prompt(ROW)) for _ in range(5)]
-    groups[4].responses = (cut,)
-    playing.play(playing.start(groups, 1), generate, enough=2)
-    assert begun == [{"begun": [(), (), (), (), (cut,)], "enough": 2}]
-    assert [group.is_played for group in groups] == [False, False, True, True, False]
-    assert [len(group.responses) for group in groups] == [1, 0, 1, 1, 1]
+    groups, played = [Group(processor.prompt(ROW)) for _ in range(4)], list[Group]()
+    groups[3].responses = (cut,)
+    started = RUNNER.run(playing.start(groups, 1))
+    with pytest.raises(RolloutServerError, match="as told"):
+        RUNNER.run(playing.play(started, generate, played.append))
+    assert begun == [[], [], [], [cut]] and played == [groups[2]]
+    assert [group.is_played for group in groups] == [False, False, True, False]
+    assert [len(group.responses) for group in groups] == [1, 0, 1, 1]
+    assert not any(episode.environment for group in groups for episode in group.episodes)
 
 
 def test_a_failure_may_stop_the_run(processor: Processor) -> None:
     playing = episode_runner(processor, fails("stop"), "vqa")
     with pytest.raises(RewardStop, match=r"reward\.on_failure=stop"):
-        groups = playing.start([Group(processor.prompt(ROW))], 1)
-        playing.play(groups, Policy(processor, "1 2 3 4 5"))
-    playing.close()
+        groups = RUNNER.run(playing.start([Group(processor.prompt(ROW))], 1))
+        RUNNER.run(playing.play(groups, Policy(processor, "1 2 3 4 5")))
+    RUNNER.run(playing.close())

@@ -47,11 +47,28 @@ def test_the_images_of_a_step_are_never_formatted(
     monkeypatch.setattr(ProcessedImage, "__repr__", lambda image: formatted.append(image) or "")
     playing = episode_runner(processor, manager, "vqa")
     group = Group(processor.prompt(ROW))
-    assert playing.start_or_replace([group], 2, lambda count: []) == [group]
-    playing.play([group], Policy(processor, "3", "4"))
+    assert RUNNER.run(playing.start_or_replace([group], 2, lambda count: [])) == [group]
+    RUNNER.run(playing.play([group], Policy(processor, "3", "4")))
     RUNNER.run(playing._environments.close())
     assert not formatted
     assert "image" in repr(processor.prompt(ROW)) and formatted, "what a prompt shows"
+
+
+def test_episodes_that_are_started_again_start_as_before(
+    processor: Processor, manager: RewardManager
+) -> None:
+    """An environment that makes its prompt from the seed shows the one that was begun."""
+    playing, prompt = (
+        episode_runner(processor, manager, "user_environments:Seeded"),
+        processor.prompt(ROW),
+    )
+    first, again, other = (Group(prompt, step=step) for step in (None, 0, None))
+    RUNNER.run(playing.start([first], 1, step=0))
+    RUNNER.run(playing.start([again, other], 1, step=1))
+    begun = first.first_prompt.token_ids
+    assert again.first_prompt.token_ids.equal(begun)
+    assert not other.first_prompt.token_ids.equal(begun)
+    RUNNER.run(playing._environments.close())
 
 
 def test_turns_send_tokens_back_as_they_came_and_show_images(

@@ -10,7 +10,6 @@ import pytest
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.reward import Reward
 from megavlm.data.processor import Processor
-from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestTimedOut
 from megavlm.rewards.base import RewardStop
 from megavlm.rewards.manager import Part, RewardManager
@@ -84,23 +83,23 @@ def test_a_group_that_waits_is_scored_when_it_is_played(
 ) -> None:
     """Its first step plays another group; a later step continues its responses."""
     policy = Policy(processor, "3", "4", "4", "3")
-    begun: list[list[Response]] = []
 
-    def generate(prompts: Any, n: int, follow: Any, **partly: Any) -> list[list[Response]]:
-        answers = [[policy.respond() for _ in range(n)] for _ in prompts]
-        RUNNER.run(policy.follow([answers[0], *[[] for _ in answers[1:]]], follow))
-        begun.append([replace(response, finish="abort") for response in answers[-1]])
-        return [answers[0], *begun[:1]][: len(prompts)]
+    async def generate(prompts: Any, n: int, groups: Any, follow: Any) -> None:
+        for group in groups:
+            group[:] = [policy.respond() for _ in range(n)]
+        await policy.follow([groups[0], *[[] for _ in groups[1:]]], follow)
+        for group in groups[1:]:
+            group[:] = [replace(response, finish="abort") for response in group]
 
     playing = episode_runner(processor, ranking, "vqa")
     groups = [Group(processor.prompt(ROW)) for _ in range(2)]
-    playing.play(playing.start(groups, 2), generate, enough=1)
+    RUNNER.run(playing.play(RUNNER.run(playing.start(groups, 2)), generate))
     assert [group.is_played for group in groups] == [True, False]
     assert [score.reward for score in groups[0].scores] == pytest.approx([1.0, 0.1])
     assert [r.finish for r in groups[1].responses] == ["abort", "abort"]
 
     policy.texts = ["4", "3"]
-    playing.play(playing.start(groups[1:], 2), generate)
+    RUNNER.run(playing.play(RUNNER.run(playing.start(groups[1:], 2)), generate))
     assert [score.reward for score in groups[1].scores] == pytest.approx([0.1, 1.0])
     RUNNER.run(playing._environments.close())
 
@@ -110,7 +109,11 @@ def test_the_curriculum_s_stage_reaches_the_group(
 ) -> None:
     playing, group = episode_runner(processor, ranking, "vqa"), Group(processor.prompt(ROW))
     stage = CurriculumStage(weights={"right": 0.0, "rank": 1.0})
-    playing.play(playing.start([group], 2, stage=stage), Policy(processor, "3", "4"))
+    RUNNER.run(
+        playing.play(
+            RUNNER.run(playing.start([group], 2, stage=stage)), Policy(processor, "3", "4")
+        )
+    )
     RUNNER.run(playing._environments.close())
     assert [score.reward for score in group.scores] == [0.0, 1.0]
 

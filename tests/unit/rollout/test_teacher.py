@@ -98,11 +98,11 @@ def played(
     playing = episode_runner(processor, manager, "vqa_retry", teacher=teacher, **TWO_TURNS)
     group = Group(processor.prompt(ROW))
     if trained:
-        playing.start_or_replace([group], 3, lambda count: [])
+        RUNNER.run(playing.start_or_replace([group], 3, lambda count: []))
     else:
-        playing.start([group], 3)
+        RUNNER.run(playing.start([group], 3))
     try:
-        playing.play([group], Policy(processor, *TEXTS))
+        RUNNER.run(playing.play([group], Policy(processor, *TEXTS)))
     finally:
         RUNNER.run(teacher.close())
         RUNNER.run(playing._environments.close())

@@ -1,11 +1,11 @@
 """The groups of a step in waves, over fake servers: when they are handed over, in which places,
-and what happens when requests time out, servers restart, or groups have no signal.
+and what happens when servers restart, or groups have no signal.
 
 The producer runs in a thread.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,9 @@ from megavlm.config.schema import Config
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Rows
 from megavlm.families import family_of
-from megavlm.inference.errors import RolloutRequestError
-from megavlm.inference.server_pool.state import State
-from megavlm.rollout.wave import Wave, num_tokens
-from tests.support.server_pools import external, push, state, wait_for
-from tests.support.timeouts import scaled
+from megavlm.rollout.buffer import Wave
+from megavlm.rollout.trajectory import Group
+from tests.support.server_pools import external, push, wait_for
 from tests.unit.rollout.test_ahead import (
     config,
     fake,
@@ -29,6 +27,7 @@ from tests.unit.rollout.test_ahead import (
     num_asked,
     order,
     started,
+    take,
 )
 
 __all__ = ["config", "fake", "files", "in_thread"]  # fixtures
@@ -65,7 +64,7 @@ class Late:
         [*self.released.values()][number].set()
 
 
-def rows_by_place(taken: Sequence[Wave]) -> list[int]:
+def rows_by_place(taken: Sequence[Wave[Group]]) -> list[int]:
     """Return the rows of the step's groups in the order of their places, each taken once."""
     rows = {
         place: group.prompt.row.index
@@ -82,7 +81,7 @@ def test_groups_are_handed_over_before_the_last_one_is_generated(waves: Config, 
     with external(fake) as pool:
         push(pool, 0, (fake,))
         source = started(waves, pool)
-        arriving = source.waves(SIZE, 0, no_refit, ANY)
+        arriving = source.waves(0, no_refit, ANY)
         taken = [next(arriving)]
         wait_for(lambda: num_asked(fake) == SIZE)
         while sum(len(wave.groups) for wave in taken) < 2:
@@ -97,7 +96,7 @@ def test_groups_are_handed_over_before_the_last_one_is_generated(waves: Config, 
         assert taken[-1].is_last and taken[-1].places == [0]
         assert num_asked(fake) == SIZE, "no prompt of the next step starts"
         push(pool, 1, (fake,))
-        taken_next = [*source.waves(SIZE, 1, no_refit, ANY)]
+        taken_next = [*source.waves(1, no_refit, ANY)]
         source.close()
     assert rows_by_place(taken) == drawn[:SIZE]
     assert rows_by_place(taken_next) == drawn[SIZE:]
@@ -111,44 +110,14 @@ def test_a_wave_has_enough_tokens(waves: Config, fake: Any) -> None:
     with external(fake) as pool:
         push(pool, 0, (fake,))
         source = started(waves, pool)
-        (group, *_) = source.take(SIZE, 0, no_refit)
+        (group, *_) = take(source, 0)
         push(pool, 1, (fake,))
         # Only all four groups have as many as three and a bit.
-        (wave,) = source.waves(SIZE, 1, no_refit, 3 * num_tokens(group) + 9)
+        (wave,) = source.waves(1, no_refit, 3 * group.num_tokens + 9)
         source.close()
     assert wave.is_last and len(wave.groups) == SIZE
     responses = [episode.num_tokens for episode in group.episodes]
-    assert num_tokens(group) == len(group.start.token_ids) + sum(responses)
-
-
-def test_a_checkpoint_between_steps_has_no_group_of_a_step(waves: Config, fake: Any) -> None:
-    with external(fake) as pool:
-        push(pool, 0, (fake,))
-        source = started(waves, pool)
-        taken = [*source.waves(SIZE, 0, no_refit, ANY)]
-        saved = source.state_dict()
-        source.close()
-        assert saved["backlog"] == []
-        push(pool, 1, (fake,))
-        source = started(waves, pool, saved)
-        taken_next = [*source.waves(SIZE, 1, no_refit, ANY)]
-        source.close()
-    assert rows_by_place(taken) + rows_by_place(taken_next) == order(waves, 2 * SIZE)
-
-
-def test_another_prompt_takes_the_place_of_one_that_times_out(waves: Config, fake: Any) -> None:
-    waves = replace(waves, rollout=replace(waves.rollout, timed_out="drop"))
-    drawn = order(waves, SIZE + 1)
-    Late(fake, waves, [drawn[1]])
-    with external(fake) as pool:
-        push(pool, 0, (fake,))
-        source = started(waves, pool, timeout=scaled(1))
-        taken = [*source.waves(SIZE, 0, no_refit, ANY)]
-        counted = source.measures["timed_out_groups"]
-        wait_for(lambda: state(pool, fake.url) is State.HEALTHY)  # a time-out is suspicious
-        source.close()
-    assert counted == 1
-    assert sorted(rows_by_place(taken)) == sorted({*drawn} - {drawn[1]})
+    assert group.num_tokens == len(group.start.token_ids) + sum(responses)
 
 
 def test_a_server_that_restarts_within_a_step_is_refitted(waves: Config, fake: Any) -> None:
@@ -164,7 +133,7 @@ def test_a_server_that_restarts_within_a_step_is_refitted(waves: Config, fake: A
             push(pool, 3, (fake,))
             refits.append(sum(len(wave.groups) for wave in taken))
 
-        arriving, taken = source.waves(SIZE, 3, refit, ANY), list[Wave]()
+        arriving, taken = source.waves(3, refit, ANY), list[Wave[Group]]()
         while sum(len(wave.groups) for wave in taken) < SIZE - 1:
             taken.append(next(arriving))
         fake.weight_version = "0"  # it restarted, with the weights that it starts from
@@ -177,59 +146,22 @@ def test_a_server_that_restarts_within_a_step_is_refitted(waves: Config, fake: A
     assert versions == {"3"}
 
 
-def test_an_error_within_a_step_is_raised_by_the_trainer(waves: Config, fake: Any) -> None:
-    fake.refused["/generate"] = {SIZE}
+def test_groups_without_signal_wait_for_the_last_wave(waves: Config, fake: Any) -> None:
+    """Further rounds fill their places. Rows with an odd answer have signal."""
+    algorithm = replace(waves.algorithm, dynamic_sampling=9)
+    reward = replace(waves.reward, name="group_rewards:of_two_numbers")
+    config = replace(waves, algorithm=algorithm, reward=reward)
+    found = Rows(config.data.train_files, config.data)
+    drawn = order(config, 16)
+    good = [row for row in drawn if int(found[row].answer) % 2]
+    assert 0 < len({*good} & {*drawn[:SIZE]}) < SIZE
     with external(fake) as pool:
         push(pool, 0, (fake,))
-        source = started(waves, pool)
-        with pytest.raises(RolloutRequestError, match="refused as scripted"):
-            [*source.waves(SIZE, 0, no_refit, ANY)]
+        source = started(config, pool)
+        taken = [*source.waves(0, no_refit, ANY)]
         source.close()
-
-
-@pytest.fixture
-def dynamic(waves: Config) -> Callable[..., Config]:
-    def with_rounds(rounds: int) -> Config:
-        algorithm = replace(waves.algorithm, dynamic_sampling=rounds)
-        reward = replace(waves.reward, name="group_rewards:of_two_numbers")
-        return replace(waves, algorithm=algorithm, reward=reward)
-
-    return with_rounds
-
-
-def has_signal(config: Config, row: int) -> bool:
-    return int(Rows(config.data.train_files, config.data)[row].answer) % 2 == 1
-
-
-def test_groups_without_signal_wait_for_the_last_wave(
-    dynamic: Callable[..., Config], fake: Any
-) -> None:
-    """Further rounds fill their places, and where those are not enough, the first of them."""
-    for rounds in (1, 9):
-        config = dynamic(rounds)
-        drawn = order(config, 16)
-        good = [row for row in drawn if has_signal(config, row)]
-        with external(fake) as pool:
-            push(pool, 0, (fake,))
-            source = started(config, pool)
-            taken = [*source.waves(SIZE, 0, no_refit, ANY)]
-            source.close()
-        assert [wave.is_last for wave in taken] == [False] * (len(taken) - 1) + [True]
-        rows, left_out = rows_by_place(taken), [g.prompt.row.index for g in taken[-1].left_out]
-        for wave in taken[:-1]:
-            assert all(has_signal(config, group.prompt.row.index) for group in wave.groups)
-        sampled = drawn[: len(rows) + len(left_out)]
-        assert sorted(rows + left_out) == sorted(sampled) and len(rows) == SIZE
-        assert {row for row in sampled if row in good} <= {*rows}
-        first = [row if row in good else None for row in drawn[:SIZE]]
-        kept = [row if row in drawn[:SIZE] and row in good else None for row in rows]
-        assert kept == first, "places follow the order of the prompts"
-        if rounds == 9:
-            assert all(row in good for row in rows)
-
-
-def test_what_dynamic_sampling_needs(dynamic: Callable[..., Config]) -> None:
-    """The first prompts have groups of both kinds."""
-    config = dynamic(1)
-    kinds = [has_signal(config, row) for row in order(config, SIZE)]
-    assert any(kinds) and not all(kinds)
+    assert [wave.is_last for wave in taken] == [False] * (len(taken) - 1) + [True]
+    rows, left_out = rows_by_place(taken), [g.prompt.row.index for g in taken[-1].left_out]
+    assert {*rows} <= {*good} and not {*left_out} & {*good}
+    assert sorted(rows + left_out) == sorted(drawn[: len(rows) + len(left_out)])
+    assert [row for row in rows if row in drawn[:SIZE]] == [r for r in drawn[:SIZE] if r in good]

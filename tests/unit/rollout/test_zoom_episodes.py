@@ -39,7 +39,7 @@ def play(processor: Processor, manager: RewardManager, *texts: str, **settings: 
     playing = episode_runner(processor, manager, "zoom", max_turns=len(texts), **settings)
     group = Group(processor.prompt(ROW))
     try:
-        playing.play(playing.start([group], 1), Policy(processor, *texts))
+        RUNNER.run(playing.play(RUNNER.run(playing.start([group], 1)), Policy(processor, *texts)))
     finally:
         RUNNER.run(playing._environments.close())
     return group.episodes[0]

@@ -39,14 +39,22 @@ ADAPTERS = ["lora.rank=2", "rollout.lora=adapter"]
 
 
 @pytest.mark.parametrize("name", ["a.b:C", "vqa_retry", "geo3k_calculator"])
-def test_partial_rollouts_start_from_the_row(write_recipe: WriteRecipe, name: str) -> None:
-    overrides = ["rollout.oversample=1.5", "data.train_files=[t]"]
-    check(write_recipe(), *overrides, files=False)
-    assert f"environment.name={name} may start differently: set environment.name to one of" in (
-        refused(write_recipe(), *overrides, f"environment.name={name}", files=False)
+def test_responses_that_stop_between_steps_are_of_one_turn(
+    write_recipe: WriteRecipe, name: str
+) -> None:
+    stale = ["rollout.max_staleness=1", "rollout.oversample=1.5", "algorithm.importance=token"]
+    overrides = [*stale, "data.train_files=[t]"]
+    check(write_recipe(), *overrides, f"environment.name={name}", files=False)  # plays them on
+    check(write_recipe(), *overrides, "rollout.colocate=true", files=False)
+    assert f"environment.name={name} may have several turns: set environment.name to one of" in (
+        refused(
+            write_recipe(),
+            *overrides,
+            "rollout.colocate=true",
+            f"environment.name={name}",
+            files=False,
+        )
     )
-    ahead = ["rollout.max_staleness=1", "algorithm.importance=token"]  # plays episodes on
-    check(write_recipe(), *overrides, *ahead, "environment.name=vqa_retry", files=False)
 
 
 def test_a_policy_loss_and_an_estimator_are_found_before_anything_starts(

@@ -22,6 +22,7 @@ from megavlm.rollout.trajectory import Group
 from megavlm.training.advantages import (
     add_kl_advantages,
     add_value_advantages,
+    whiten_advantages,
     with_advantages,
 )
 from tests.support.calls import episode, respond
@@ -77,7 +78,12 @@ def joined(made: list[Pack]) -> dict[str, Tensor]:
 
 
 def whole(
-    settings: Any, kl_coefficient: float = 0.0, *, cut: bool = False, **changed: Tensor
+    settings: Any,
+    kl_coefficient: float = 0.0,
+    *,
+    cut: bool = False,
+    whitens: bool = True,
+    **changed: Tensor,
 ) -> dict[str, Tensor]:
     """Columns of one pack, or of a pack for each response."""
     made = trees(columns() | changed)
@@ -95,6 +101,8 @@ def whole(
     )
     if kl_coefficient and settings.kl_in == "reward":
         add_kl_advantages([of_rank], [12], settings, kl_coefficient=kl_coefficient, over_all=alone)
+    if whitens and load_advantage_estimator(settings).whiten:
+        whiten_advantages(of_rank, over_all=alone)
     return joined(of_rank)
 
 
@@ -140,8 +148,9 @@ def test_whitening_spans_minibatches_of_which_the_first_has_no_old_logprobs() ->
     assert advantages.mean().item() == pytest.approx(0.0, abs=1e-6)
     settings = GRPO(advantage_estimator="reinforce_plus_plus")
     both = with_advantages([trees(first), trees(first | {"rewards": other["rewards"]})], settings)
-    rows = [s.columns.advantages for made in both for t in made for s in t.segments if s.columns]
-    whitened = torch.cat([row for row in rows if row is not None])
+    of_both = [pack for made in both for pack in packs(made)]
+    whiten_advantages(of_both, over_all=alone)
+    whitened = torch.cat([pack.columns.advantages for pack in of_both])  # type: ignore[misc,union-attr]
     assert whitened.mean().item() == pytest.approx(0.0, abs=1e-6)
     assert whitened[:12].mean() < -0.5
 
@@ -178,12 +187,12 @@ def part(values: dict[str, Tensor], index: Tensor) -> Any:
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_parts_of_a_pack_are_cut_from_the_whole(settings: GRPO | PPO) -> None:
     """Two context ranks, one after the other: each is given what the all-reduce would give."""
+    # Whitening over all ranks has tests of its own; here one rank's part is all there is.
     if isinstance(settings, PPO):
-        # Whitening over all ranks has tests of its own; here one rank's part is all there is.
         settings = replace(settings, normalize_advantages=False)
     else:
         settings = replace(settings, kl_in="reward")
-    expected = whole(settings, 0.1)
+    expected = whole(settings, 0.1, whitens=False)
     values = {k: v for k, v in expected.items() if k not in ("returns", "advantages")}
     if isinstance(settings, GRPO):
         values["advantages"] = torch.zeros(12)
@@ -256,9 +265,8 @@ def test_a_user_s_estimator_returns_one_number_for_each_token() -> None:
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-@pytest.mark.parametrize("is_whole", [True, False])
 def test_a_row_for_each_part_of_a_turn_gives_what_all_tokens_give(
-    name: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Episodes of several turns, whose responses are cut where other prompts branch."""
     made = []
@@ -279,14 +287,14 @@ def test_a_row_for_each_part_of_a_turn_gives_what_all_tokens_give(
     grown = policy_trees(made, settings, max_new_tokens=9, max_turns=3)
     (tree, _) = grown
     assert any(s.is_target and tree.segments[s.parent].is_target for s in tree.segments), "cut"
-    found = with_advantages([grown], settings, is_whole=is_whole)
+    found = with_advantages([grown], settings)
     estimator = load_advantage_estimator(settings)
     assert estimator.of_turns
     monkeypatch.setattr(
         "megavlm.training.advantages.load_advantage_estimator",
         lambda settings: replace(estimator, of_turns=False),
     )
-    expected = with_advantages([grown], settings, is_whole=is_whole)
+    expected = with_advantages([grown], settings)
     for a, b in zip(segments_of(found), segments_of(expected), strict=True):
         assert a.columns is not None and b.columns is not None
         assert a.columns.advantages is not None and b.columns.advantages is not None

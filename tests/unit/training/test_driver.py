@@ -9,11 +9,13 @@ from transformers import AutoConfig
 
 from megavlm.config.load import load
 from megavlm.config.schema import Config
+from megavlm.data.loader import PromptStream
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.models.cost import ModelCost
 from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
 from megavlm.parallel.mesh import Layout
+from megavlm.rollout.source import make_source
 from megavlm.training.driver import Driver
 from megavlm.training.step.pack_plan import Schedule
 from megavlm.training.step.planner import StepPlanner
@@ -41,7 +43,13 @@ class OneRank:
 def make_driver(config: Config) -> Driver:
     mesh: Any = OneRank(config)
     hf_config = AutoConfig.from_pretrained(config.model.folder)
-    return Driver(config, hf_config, mesh, None, Progress(is_quiet=True), Phases())
+    driver = Driver(config, hf_config, mesh, None, Progress(is_quiet=True))
+    driver.experience = (
+        driver.sampler.prompt_stream()
+        if config.rollout.replay is None
+        else make_source(driver.sampler, None, driver.curriculum, Phases())
+    )
+    return driver
 
 
 @pytest.mark.parametrize(
@@ -100,16 +108,22 @@ def test_the_curriculum_and_the_position_in_the_data_are_part_of_the_state(
     second.close()
 
 
+def take(driver: Driver) -> int:
+    assert isinstance(driver.experience, PromptStream)
+    (prompt,) = driver.experience.take(1)
+    return prompt.row.index
+
+
 def test_supervised_prompts_go_on_where_a_checkpoint_was_saved(
     write_recipe: Callable[..., Path], model: str
 ) -> None:
     config = load(write_recipe(model={"folder": model}, algorithm={"name": "sft"}))
     first, second, third = (make_driver(config) for _ in range(3))
-    first.prompts.take(1)
+    take(first)
     old = {**first.state_dict(), "backlog": []}  # as older checkpoints have it
     second.start(1, first.state_dict())
     third.start(1, old)
-    rows = [driver.prompts.take(1)[0].row.index for driver in (first, second, third)]
+    rows = [take(driver) for driver in (first, second, third)]
     assert len(set(rows)) == 1
     second.close()
     third.close()
