@@ -67,10 +67,6 @@ class Started(Generic[T]):
     has_signal: bool = True
 
 
-class TooManyLost(Exception):
-    """A step lost more groups than it trains on."""
-
-
 class GroupBuffer(Generic[T]):
     """Groups that were started and not trained on. `begin` begins a step, which ends with the last
     wave that `take` returns. A prompt starts only when `allow` says so.
@@ -118,16 +114,15 @@ class GroupBuffer(Generic[T]):
         item.version, item.tokens, item.has_signal = version, tokens, has_signal
         self._drop_old(item)
 
-    def lose(self, item: Started[T], prompt: T) -> None:
+    def lose(self, item: Started[T], prompt: T) -> int:
         """Replace a group whose request timed out by another prompt. prompt: The group before its
-        start. Raises TooManyLost.
+        start. Returns the number of groups that the step has lost.
         """
         self._replace(item)
         self._lost += 1
         if self.window.requeue:
             self._kept.append(prompt)
-        if self._lost > self.window.per_step:
-            raise TooManyLost
+        return self._lost
 
     def take(self, least_tokens: int | None = None) -> Wave[T] | None:
         """Return the next groups of the step, or None until there are enough.

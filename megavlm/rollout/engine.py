@@ -14,7 +14,7 @@ from megavlm.config.schema import Config
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.protocol import Response
 from megavlm.rollout.backlog import group_state, restored_group
-from megavlm.rollout.buffer import GroupBuffer, Started, TooManyLost, Wave, Window
+from megavlm.rollout.buffer import GroupBuffer, Started, Wave, Window
 from megavlm.rollout.groups import has_signal
 from megavlm.rollout.sampler import Sampler, at_version
 from megavlm.rollout.staleness import oldest_version
@@ -148,7 +148,8 @@ class Engine:
             [restored_group(values, lambda i: prompt(rows[i])) for values in state["backlog"]]
         )
 
-    async def close(self) -> None:
+    async def end(self) -> None:
+        """End all work and the workers of the data."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -174,16 +175,13 @@ class Engine:
             version = oldest_version(group) if self._pushes else self._version
             signal = not self._buffer.window.rounds or has_signal(group)
             self._buffer.played(item, version, group.num_tokens, signal)
-        else:
-            try:
-                self._buffer.lose(item, Group(group.prompt))
-            except TooManyLost:
-                raise RolloutServerError(
-                    f"the requests of {per_step + 1} groups of a step timed out, more than the "
-                    f"algorithm.prompts_per_step={per_step} groups that it trains on: raise "
-                    "rollout.request_timeout, or lower rollout.concurrency, rollout.image_tokens "
-                    "or rollout.max_new_tokens; the run can resume from its last checkpoint"
-                ) from None
+        elif (count := self._buffer.lose(item, Group(group.prompt))) > per_step:
+            raise RolloutServerError(
+                f"the requests of {count} groups of a step timed out, more than the "
+                f"algorithm.prompts_per_step={per_step} groups that it trains on: raise "
+                "rollout.request_timeout, or lower rollout.concurrency, rollout.image_tokens or "
+                "rollout.max_new_tokens; the run can resume from its last checkpoint"
+            )
         self._start_allowed()
         self._changed.set()
 

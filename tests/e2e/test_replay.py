@@ -105,12 +105,14 @@ def test_a_replay_on_other_ranks(world: World, recorded: Path, on_two_ranks: Pat
 @pytest.mark.slow
 def test_rollouts_without_a_trainer_are_trained_on(world: World, running: Running) -> None:
     """Those of all steps are by the first weights, which the replay leaves behind."""
-    recipe = world.recipe("alone", algorithm=GRPO, rollout=running.rollout, parallel={"tensor": 2})
+    recipe = world.recipe(
+        "untrained", algorithm=GRPO, rollout=running.rollout, parallel={"tensor": 2}
+    )
     done = world.megavlm("rollout", recipe, **running.keys)
     assert done.returncode == 0, done.stderr
-    assert not (world.root / "alone/checkpoints").exists()
-    replay(world, world.root / "alone", "after_alone")
-    alone, trained = world.metrics("alone"), world.metrics("after_alone")
+    assert not (world.root / "untrained/checkpoints").exists()
+    replay(world, world.root / "untrained", "after_untrained")
+    alone, trained = world.metrics("untrained"), world.metrics("after_untrained")
     assert [record["reward"] for record in alone] == [record["reward"] for record in trained]
     assert [record.get("stale_steps", 0) for record in trained] == [0, 1, 2, 3]
     assert all("gradient_norm" not in record for record in alone)

@@ -89,7 +89,7 @@ class Producer:
 
     def close(self) -> None:
         """End the processes of data, environments and rewards."""
-        self._client.run(self._engine.close())
+        self._client.run(self._engine.end())
         self._sampler.close()
         self._client.close()
 
