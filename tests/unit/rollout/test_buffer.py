@@ -172,6 +172,7 @@ class Steps(RuleBasedStateMachine):
         group = data.draw(st.sampled_from(sorted(self.playing)))
         self.buffer.lose(self.playing.pop(group), group)
         self.num_lost += 1
+        assert (group in self.buffer.state()) == self.window.requeue
         self.lost += [] if self.window.requeue else [group]
         self.start()
 
