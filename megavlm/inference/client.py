@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import httpx
+import aiohttp
 
+from megavlm.http_client import open_session
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.generation import Follow, GenerationBatch
 from megavlm.inference.protocol import Response, Sampling
@@ -44,13 +45,7 @@ class RolloutClient:
         self._loads: Counter[str] = Counter()
         self._batches: list[GenerationBatch] = []
         self.runner = asyncio.Runner()
-        # trust_env=False uses no proxy between the trainer and its servers. Connections need no
-        # limit, because `concurrency` limits the requests in flight.
-        self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(limits.total, connect=limits.connect),
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,
-        )
+        self._http: aiohttp.ClientSession | None = None
 
     async def generate(
         self,
@@ -84,6 +79,8 @@ class RolloutClient:
         prompt tokens than the trainer, RolloutServerError if all attempts failed or too few servers
         are left, and the errors of `follow`.
         """
+        if self._http is None:
+            self._http = open_session(self.limits.connect)
         version = None if weight_version is None else str(weight_version)
         batch = GenerationBatch(
             prompts=list(prompts),
@@ -151,7 +148,8 @@ class RolloutClient:
         return not any(self._loads.values())
 
     def close(self) -> None:
-        self.runner.run(self._http.aclose())
+        if self._http is not None:
+            self.runner.run(self._http.close())
         self.runner.close()
 
     def __enter__(self) -> "RolloutClient":

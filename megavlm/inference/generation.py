@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import httpx
+import aiohttp
 
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.protocol import Response, Sampling, bearer, is_complete
@@ -84,7 +84,7 @@ class GenerationBatch:
     n: int
     sampling: Sampling
     routing: Routing
-    http: httpx.AsyncClient
+    http: aiohttp.ClientSession
     limits: RequestLimits
     show: Callable[[str], object]
     beat: Callable[[], object]
@@ -437,9 +437,9 @@ class GenerationBatch:
                 address.url + "/abort_request",
                 json={"abort_all": True},
                 headers=bearer(address.admin_key),
-                timeout=self.limits.connect,
+                timeout=aiohttp.ClientTimeout(self.limits.connect),
             )
-        except httpx.HTTPError:
+        except (aiohttp.ClientError, TimeoutError):
             pass  # the requests' own timeouts end them
 
     def _line(self, seconds: float) -> str:

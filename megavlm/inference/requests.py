@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import aiohttp
 import orjson
 
 from megavlm.inference.errors import RolloutRequestError
@@ -123,7 +123,11 @@ class Request:
         return "".join(image.key for image in self.prompts[0].images) or self.source
 
     async def send(
-        self, http: httpx.AsyncClient, address: Address, sampling: Sampling, limits: RequestLimits
+        self,
+        http: aiohttp.ClientSession,
+        address: Address,
+        sampling: Sampling,
+        limits: RequestLimits,
     ) -> list[list[Response]]:
         """Send the request and return the responses of each prompt. A server on this machine gets
         images and videos as paths of in-memory files.
@@ -152,35 +156,32 @@ class Request:
                 }
                 async with (
                     asyncio.timeout(seconds),
-                    http.stream(
-                        "POST",
-                        url,
-                        content=_chunks(body),
-                        headers=headers,
-                        timeout=httpx.Timeout(None, connect=limits.connect),
+                    http.post(
+                        url, data=_chunks(body), headers=headers, allow_redirects=False
                     ) as reply,
                 ):
                     try:
-                        await asyncio.wait_for(reply.aread(), limits.body)
+                        content = await asyncio.wait_for(reply.read(), limits.body)
                     except TimeoutError as error:
                         reason = f"its body took more than {limits.body:g} s"
                         raise RequestTimedOut(reason) from error
-            if reply.is_client_error:
-                refused = RequestRefused if reply.status_code == 400 else RolloutRequestError
+            if reply.status != 200:
+                text = content[:500].decode(errors="replace")
+                if not 400 <= reply.status < 500:
+                    raise RequestFailed(f"HTTP {reply.status}: {text}")
+                refused = RequestRefused if reply.status == 400 else RolloutRequestError
                 raise refused(
-                    f"{url} returned HTTP {reply.status_code} for the request of {self.source}: "
-                    f"{reply.text[:500]}"
+                    f"{url} returned HTTP {reply.status} for the request of {self.source}: {text}"
                 )
-            reply.raise_for_status()
-            return self.parse(orjson.loads(reply.content), sampling)
+            return self.parse(orjson.loads(content), sampling)
+        except aiohttp.ClientError as error:
+            raise RequestFailed(f"{type(error).__name__}: {error}") from error
         except TimeoutError as error:
             raise RequestTimedOut(
                 f"no whole answer within {seconds:g} s (rollout.request_timeout="
                 f"{limits.total:g}, and {limits.token:g} s for each of "
                 f"{sampling.max_new_tokens} tokens)"
             ) from error
-        except httpx.HTTPError as error:
-            raise RequestFailed(repr(error)) from error
         except MALFORMED as error:
             raise RequestFailed(f"malformed response: {error!r}") from error
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import httpx
 import numpy as np
 import numpy.typing as npt
 import orjson
 
 from megavlm.config.distillation import Distillation
+from megavlm.http_client import open_session
 from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import MALFORMED, Response, bearer, parse_scores, score_body
 from megavlm.inference.requests import RequestLimits
@@ -31,7 +33,7 @@ class Teacher:
         self._settings, self._turn = settings, count()
         self._limits = RequestLimits(total=settings.timeout)
         self._slots = asyncio.Semaphore(settings.concurrency)
-        self._http: httpx.AsyncClient | None = None
+        self._http: aiohttp.ClientSession | None = None
 
     async def logprobs(
         self, prompt: "Prompt", responses: Sequence[Response]
@@ -50,8 +52,8 @@ class Teacher:
                 try:
                     answer = await self._post(f"{url.rstrip('/')}/generate", body)
                     return parse_scores(answer, prompt, responses)
-                except (httpx.HTTPError, *MALFORMED) as error:
-                    problem = f"{url}: {error!r}"
+                except (aiohttp.ClientError, TimeoutError, *MALFORMED) as error:
+                    problem = f"{url}: {type(error).__name__}: {error}"
                 except RolloutRequestError as error:
                     problem = f"{url}: {error}"
                     break
@@ -59,16 +61,19 @@ class Teacher:
 
     async def _post(self, url: str, body: bytes) -> Any:
         if self._http is None:
-            self._http = _client(httpx.AsyncClient, self._limits)
-        reply = await self._http.post(url, content=body, headers=_headers())
-        if reply.is_client_error:
-            raise RolloutRequestError(f"HTTP {reply.status_code}: {reply.text[:300]}")
-        reply.raise_for_status()
-        return orjson.loads(reply.content)
+            self._http = open_session(self._limits.connect, _headers())
+        async with (
+            asyncio.timeout(self._limits.total),
+            self._http.post(url, data=body, allow_redirects=False) as reply,
+        ):
+            if 400 <= reply.status < 500:
+                raise RolloutRequestError(f"HTTP {reply.status}: {(await reply.text())[:300]}")
+            reply.raise_for_status()
+            return orjson.loads(await reply.read())
 
     async def close(self) -> None:
         if self._http is not None:
-            await self._http.aclose()
+            await self._http.close()
 
 
 def check_tokenizers(settings: Distillation, texts: Sequence[str]) -> None:
@@ -77,7 +82,8 @@ def check_tokenizers(settings: Distillation, texts: Sequence[str]) -> None:
     texts: Text of each token of the policy's tokenizer, by its id.
     """
     body = {"tokens": [[token] for token in range(len(texts))], "skip_special_tokens": False}
-    with _client(httpx.Client, RequestLimits(total=settings.timeout)) as http:
+    # trust_env=False: no proxy between a run and its servers.
+    with httpx.Client(timeout=settings.timeout, trust_env=False) as http:
         for url in settings.urls:
             try:
                 reply = http.post(
@@ -97,11 +103,6 @@ def check_tokenizers(settings: Distillation, texts: Sequence[str]) -> None:
                         f"{token} is {their!r} there and {our!r} here: take a teacher with the "
                         "policy's tokenizer"
                     )
-
-
-def _client(kind: Any, limits: RequestLimits) -> Any:
-    timeout = httpx.Timeout(limits.total, connect=limits.connect)
-    return kind(timeout=timeout, trust_env=False)  # no proxy between a run and its servers
 
 
 def _headers() -> dict[str, str]:

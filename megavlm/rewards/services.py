@@ -13,11 +13,13 @@ import secrets
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 
+from megavlm.http_client import open_session
 from megavlm.limited.failure import CallFailure
 from megavlm.limited.wire import json_bytes
 from megavlm.rewards.base import Example
@@ -127,7 +129,7 @@ class RemoteReward:
     def __init__(self, options: RemoteOptions, *, is_model: bool, timeout: float) -> None:
         self._options, self._is_model, self._timeout = options, is_model, timeout
         self._slots = asyncio.Semaphore(options.concurrency)
-        self._http: httpx.AsyncClient | None = None
+        self._http: aiohttp.ClientSession | None = None
 
     async def score(self, response: str, example: Example) -> dict[str, Any]:
         """Return {reward, correct, parts}. Raises CallFailure."""
@@ -194,25 +196,26 @@ class RemoteReward:
                 try:
                     async with asyncio.timeout(self._timeout):
                         return await self._once(content)
+                except aiohttp.ClientError as error:
+                    problem = _TryAgain(f"{type(error).__name__}: {error}")
                 except TimeoutError:
                     problem = _TryAgain(f"no answer in {self._timeout:g} s")
-                except httpx.HTTPError as error:
-                    problem = _TryAgain(repr(error))
                 except _TryAgain as error:
                     problem = error
         raise CallFailure("remote", f"{self._options.url}: {problem}")
 
     async def _once(self, content: bytes) -> Any:
-        async with self._client().stream("POST", self._options.url, content=content) as reply:
-            if reply.is_server_error or reply.status_code == httpx.codes.TOO_MANY_REQUESTS:
+        async with self._session().post(
+            self._options.url, data=content, allow_redirects=False
+        ) as reply:
+            if reply.status >= 500 or reply.status == HTTPStatus.TOO_MANY_REQUESTS:
                 wait = reply.headers.get("Retry-After", "")  # seconds; dates are not read
                 pause = float(wait) if re.fullmatch(r"[0-9]{1,6}", wait) else 0.0
-                raise _TryAgain(f"HTTP {reply.status_code}", pause)
-            if reply.status_code != httpx.codes.OK:  # an error on our side, or a redirect
-                code = reply.status_code
-                raise CallFailure("remote", f"{self._options.url} returned HTTP {code}")
+                raise _TryAgain(f"HTTP {reply.status}", pause)
+            if reply.status != HTTPStatus.OK:  # an error on our side, or a redirect
+                raise CallFailure("remote", f"{self._options.url} returned HTTP {reply.status}")
             parts = bytearray()
-            async for data in reply.aiter_bytes():
+            async for data in reply.content.iter_any():
                 parts += data
                 if len(parts) > MAX_SERVICE_REPLY:
                     raise CallFailure("remote", f"more than {MAX_SERVICE_REPLY} bytes of answer")
@@ -221,22 +224,17 @@ class RemoteReward:
         except ValueError as error:
             raise CallFailure("remote", f"{self._options.url} sent no JSON") from error
 
-    def _client(self) -> httpx.AsyncClient:
+    def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
             headers = {"Content-Type": "application/json"}
             if key := os.environ.get(self._options.api_key_env):
                 headers["Authorization"] = f"Bearer {key}"
-            self._http = httpx.AsyncClient(
-                headers=headers,
-                timeout=httpx.Timeout(self._timeout, connect=CONNECT_SECONDS),
-                follow_redirects=False,
-                trust_env=False,
-            )
+            self._http = open_session(CONNECT_SECONDS, headers)
         return self._http
 
     async def close(self) -> None:
         if self._http is not None:
-            await self._http.aclose()
+            await self._http.close()
 
 
 class _TryAgain(Exception):

@@ -18,6 +18,7 @@ LEVELS = [
         "import_path",
         "process",
         "git_lfs",
+        "http_client",
         "numbers",
         "temporary",
         "writing",

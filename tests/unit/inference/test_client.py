@@ -148,7 +148,7 @@ def test_dead_server_gives_its_requests_to_the_other() -> None:
 
 def test_nobody_listens() -> None:
     port = ClaimedPort()
-    with pytest.raises(RolloutServerError, match="ConnectError"):
+    with pytest.raises(RolloutServerError, match="Cannot connect to host"):
         generate(client(f"http://127.0.0.1:{port.number}"), [make_prompt()], n=1, sampling=GREEDY)
 
 
