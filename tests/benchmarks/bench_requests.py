@@ -41,7 +41,7 @@ async def _time(kind: Callable[[str, int], Awaitable[None]], concurrency: int) -
 
 async def _httpx(url: str, concurrency: int) -> None:
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(limits=limits, timeout=None, trust_env=False) as http:
+    async with httpx.AsyncClient(limits=limits, timeout=60, trust_env=False) as http:
         await _all(lambda: http.post(url, content=BODY), concurrency)
 
 
