@@ -16,8 +16,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from megavlm.config.data import Data
 from megavlm.config.rollout import Rollout
 from megavlm.data.processor import Prompt, PromptTooLong
-from megavlm.data.row_order import BatchSampler, DataSetOrder, RowSampler
 from megavlm.data.rows import Row, Rows
+from megavlm.data.tables.row_order import BatchSampler, DataSetOrder, RowSampler
 from megavlm.data.tensor_pickle import dumps, parts
 from megavlm.process import leave_to_parent
 

@@ -16,11 +16,11 @@ from megavlm.config.algorithm import DPO, SFT
 from megavlm.config.dump import to_yaml
 from megavlm.config.schema import Config
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
-from megavlm.data.files import expand
 from megavlm.data.loader import check_state
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Rows
 from megavlm.data.summary import evenly
+from megavlm.data.tables.files import expand
 from megavlm.environments.curriculum import Curriculum
 from megavlm.families import family_of
 from megavlm.parallel import platform

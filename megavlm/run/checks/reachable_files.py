@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megavlm.checkpointing.all_ranks import run_on_all_ranks
 from megavlm.config.schema import Config
-from megavlm.data.files import expand, find_filesystem, has_protocol
+from megavlm.data.tables.files import expand, find_filesystem, has_protocol
 
 # Key of the recipe, and path or URL.
 Named = tuple[str, str]

@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megavlm.data.files import expand
-from megavlm.data.tables import open_table
+from megavlm.data.tables.files import expand
+from megavlm.data.tables.formats import open_table
 from megavlm.rewards.words import text_of
 
 

@@ -23,14 +23,14 @@ import yaml
 
 from megavlm.config.data import Data
 from megavlm.data import rows as rows_module
-from megavlm.data import tables
-from megavlm.data.files import DataFile, expand
 from megavlm.data.rows import Rows
+from megavlm.data.tables import formats
+from megavlm.data.tables.files import DataFile, expand
 from megavlm.rewards.base import Example
 from megavlm.tasks.geospot import reward as geospot
 from tests.conftest import LFS_POINTER, png, read_rows
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def jsonl(path: Path, records: list[dict[str, Any]]) -> str:
@@ -74,14 +74,14 @@ def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
 
 
 def test_jsonl_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "BLOCK_LINES", 4)
+    monkeypatch.setattr(formats, "BLOCK_LINES", 4)
     file = jsonl(tmp_path / "x.jsonl", [{"problem": f"q{i}", "answer": i} for i in range(10)])
     rows = Rows([file], Data())
     assert rows.block_rows == [4, 4, 2] and len(rows) == 10
     assert sum(rows.block_bytes) == Path(file).stat().st_size
     assert [rows[i].answer for i in (9, 0, 5)] == ["9", "0", "5"]
     assert rows[-1].answer == "9"
-    monkeypatch.setattr(tables, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(formats, "BLOCK_BYTES", 1)
     assert Rows([file], Data()).block_rows == [1] * 10
 
 
@@ -89,7 +89,7 @@ def test_jsonl_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_jsonl_rows_are_named_by_their_line_in_any_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(tables, "BLOCK_LINES", size)
+    monkeypatch.setattr(formats, "BLOCK_LINES", size)
     path = tmp_path / "x.jsonl"
     path.write_text("\n" + "".join(f'{{"problem": "{i}"}}\r\n' + "\n" * (i % 3) for i in range(9)))
     lines = path.read_text().splitlines()
@@ -223,13 +223,13 @@ def test_only_blocks_that_fit_stay_in_memory(
     records = [{"problem": f"q{i}", "answer": "a", "other": b"x" * 10_000} for i in range(12)]
     pq.write_table(pa.Table.from_pylist(records), path, row_group_size=3)
     reads = []
-    original = tables.ParquetTable.read
+    original = formats.ParquetTable.read
 
     def read(self: Any, block: int, columns: Any) -> Any:
         reads.append((block, columns))
         return original(self, block, columns)
 
-    monkeypatch.setattr(tables.ParquetTable, "read", read)
+    monkeypatch.setattr(formats.ParquetTable, "read", read)
     rows = Rows([str(path)], Data(image_keys=(), category_key=None))
     monkeypatch.setattr(rows_module, "CACHE_BYTES", sum(rows.block_bytes[:2]))
     assert [rows[i].problem for i in (0, 1, 3, 2, 0)] == ["q0", "q1", "q3", "q2", "q0"]
@@ -245,8 +245,8 @@ def test_texts_read_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     pq.write_table(pa.table(table), path)
     rows = Rows([str(path)], Data(category_key=None))
     asked = []
-    original = tables.ParquetTable.read
-    monkeypatch.setattr(tables.ParquetTable, "read", lambda *a: asked.append(a[2]) or original(*a))
+    original = formats.ParquetTable.read
+    monkeypatch.setattr(formats.ParquetTable, "read", lambda *a: asked.append(a[2]) or original(*a))
     (row,) = rows.texts()
     assert (row.problem, row.answer, row.images) == ("<image>a", "1", ())
     assert asked == [["problem", "answer"]]
@@ -254,8 +254,8 @@ def test_texts_read_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 THREADS = """
 import os, sys
-from megavlm.data.files import expand
-from megavlm.data.tables import open_table
+from megavlm.data.tables.files import expand
+from megavlm.data.tables.formats import open_table
 
 before = len(os.listdir("/proc/self/task"))
 (file,) = expand(sys.argv[1:])
@@ -325,7 +325,7 @@ def test_files_and_globs(tmp_path: Path) -> None:
 def test_digest_of_a_large_file_takes_its_end_and_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megavlm.data.files.WHOLE_BYTES", 2**20)
+    monkeypatch.setattr("megavlm.data.tables.files.WHOLE_BYTES", 2**20)
     path = tmp_path / "x.jsonl"
     content = bytearray(3 * 2**20)
     digests = set()
@@ -391,8 +391,8 @@ def test_numbers_of_32_bits_reach_rewards_as_they_are_printed(tmp_path: Path) ->
 def test_a_json_list_is_read_block_by_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "BLOCK_LINES", 4)
-    monkeypatch.setattr(tables, "BLOCK_BYTES", 64)  # of a read
+    monkeypatch.setattr(formats, "BLOCK_LINES", 4)
+    monkeypatch.setattr(formats, "BLOCK_BYTES", 64)  # of a read
     records = [{"problem": f'q{i} é 漢 [{{ \\" ', "answer": i, "x": [{}] * i} for i in range(10)]
     for number, text in enumerate(
         (
@@ -441,7 +441,7 @@ def test_a_json_file_of_another_form_is_refused(tmp_path: Path, text: str, messa
 
 
 def test_a_json_list_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "LIST_BYTES", 20)
+    monkeypatch.setattr(formats, "LIST_BYTES", 20)
     (tmp_path / "x.json").write_text(json.dumps([{"problem": "what?"}]))
     with pytest.raises(ValueError, match=r"x\.json: a JSON list may have 20 bytes.*jq -c"):
         read_rows([str(tmp_path / "x.json")])
@@ -451,7 +451,7 @@ def test_a_json_list_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_compressed_files_equal_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(tables, "BLOCK_LINES", 3)
+    monkeypatch.setattr(formats, "BLOCK_LINES", 3)
     records = [{"problem": f"q{i}", "answer": str(i)} for i in range(10)]
     plain = {
         ".jsonl": "".join(json.dumps(record) + "\n" for record in records),

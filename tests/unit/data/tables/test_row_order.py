@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.data import row_order
-from megavlm.data.row_order import DataSetOrder, RowSampler, epoch_order
+from megavlm.data.tables import row_order
+from megavlm.data.tables.row_order import DataSetOrder, RowSampler, epoch_order
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 3), st.integers(1, 40))

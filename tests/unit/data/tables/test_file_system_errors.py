@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megavlm.data import files
-from megavlm.data.files import DataFile, read_safely
 from megavlm.data.image_sources import DataFolder
 from megavlm.data.loader import Prompts, SkippedRow
-from megavlm.data.tables import LinesTable, ParquetTable
+from megavlm.data.tables import files
+from megavlm.data.tables.files import DataFile, read_safely
+from megavlm.data.tables.formats import LinesTable, ParquetTable
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from megavlm import git_lfs
-from megavlm.data.files import DataFile, read_safely
+from megavlm.data.tables.files import DataFile, read_safely
 
 # A block of JSONL ends at the first of these limits.
 BLOCK_LINES = 256
