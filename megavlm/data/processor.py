@@ -13,9 +13,9 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from megavlm.config.data import Data
 from megavlm.data.chat_template import ChatTemplate, text_after_response
-from megavlm.data.image_processing import ImageCache, ImageProcessor, ProcessedImage
+from megavlm.data.media.image_processing import ImageCache, ImageProcessor, ProcessedImage
+from megavlm.data.media.videos import ProcessedVideo, VideoProcessor
 from megavlm.data.rows import Row, rejected_row, same_responses
-from megavlm.data.videos import ProcessedVideo, VideoProcessor
 from megavlm.families import Family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 

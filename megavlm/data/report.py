@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megavlm.data.media.video_sources import pictures
 from megavlm.data.summary import Summary
-from megavlm.data.video_sources import pictures
 from megavlm.observability.page import embed, render
 from megavlm.writing import write_whole
 

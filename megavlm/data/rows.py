@@ -21,11 +21,11 @@ from megavlm.data.chat import (
     read_tools,
     without_nulls,
 )
-from megavlm.data.image_decoding import decode
-from megavlm.data.image_sources import DataFolder, is_url, media_bytes
+from megavlm.data.media.image_decoding import decode
+from megavlm.data.media.image_sources import DataFolder, is_url, media_bytes
+from megavlm.data.media.video_sources import AnyVideo, check_video, is_fetched_video, read_video
 from megavlm.data.tables.files import DataFile, expand
 from megavlm.data.tables.formats import RecordBlock, RecordTable, cell_text, open_table
-from megavlm.data.video_sources import AnyVideo, check_video, is_fetched_video, read_video
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megavlm.data.image_decoding import image_size
+from megavlm.data.media.image_decoding import image_size
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Rows, check_media
 

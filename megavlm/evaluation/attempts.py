@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megavlm.data.media.video_sources import AnyVideo
 from megavlm.data.rows import Row
-from megavlm.data.video_sources import AnyVideo
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megavlm.data.media.video_sources import pictures
 from megavlm.data.rows import Row
-from megavlm.data.video_sources import pictures
 from megavlm.evaluation.attempts import Attempt, Candidate, Question, Turn
 from megavlm.evaluation.statistics import Estimate, PairedTest
 from megavlm.evaluation.tables import MeasureTable, ModelComparison

@@ -23,7 +23,7 @@ from megavlm.inference.routes import RouteShape
 from megavlm.numbers import LARGEST
 
 if TYPE_CHECKING:
-    from megavlm.data.image_processing import ProcessedImage
+    from megavlm.data.media.image_processing import ProcessedImage
     from megavlm.data.processor import Prompt
 
 # Added to a suppressed token's logit, so that its probability is exactly 0 in every float dtype.

@@ -12,7 +12,7 @@ from megavlm.algorithms.aggregation import loss_units, token_weights
 from megavlm.algorithms.dapo import overlong_penalty
 from megavlm.algorithms.grpo import differs
 from megavlm.config.algorithm import PolicyOptimization
-from megavlm.data.image_processing import ProcessedImage
+from megavlm.data.media.image_processing import ProcessedImage
 from megavlm.data.packing import Tree
 from megavlm.data.target_tokens import TargetColumns
 from megavlm.inference.protocol import Response

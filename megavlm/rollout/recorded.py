@@ -24,10 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from megavlm.data.image_processing import PatchFormat, ProcessedImage
+from megavlm.data.media.image_processing import PatchFormat, ProcessedImage
+from megavlm.data.media.videos import ProcessedVideo
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
-from megavlm.data.videos import ProcessedVideo
 from megavlm.inference.protocol import Response, VersionSpan
 from megavlm.rewards.base import Score
 from megavlm.rollout.trajectory import Episode, Group

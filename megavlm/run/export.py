@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint_tools.export_hf import WriteOptions, export_hf
-from megavlm.data.image_processing import ProcessedImage
+from megavlm.data.media.image_processing import ProcessedImage
 from megavlm.data.packing import Pack, join_targets, make_pack, prompt_tree
 from megavlm.data.positions import text_positions
 from megavlm.data.processor import Prompt

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from megavlm.data.image_processing import ProcessedImage
+from megavlm.data.media.image_processing import ProcessedImage
 from megavlm.data.packing import Tree
 from megavlm.models.cost import LANGUAGE_SHARE, TOWER_SHARE, ModelCost
 

@@ -8,9 +8,9 @@ import numpy as np
 from transformers import AutoConfig
 
 from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from megavlm.data.media.video_sources import Video
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
-from megavlm.data.video_sources import Video
 from megavlm.families import family_of
 from tests.conftest import DATA
 from tests.parity.reference import Sequences

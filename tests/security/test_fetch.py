@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megavlm.data import fetch as module
-from megavlm.data.fetch import fetch, is_public
-from megavlm.data.image_sources import DataFolder, media_bytes
+from megavlm.data.media import fetch as module
+from megavlm.data.media.fetch import fetch, is_public
+from megavlm.data.media.image_sources import DataFolder, media_bytes
 from tests.fakes.service import Served
 
 Answer = Callable[[BaseHTTPRequestHandler], None]

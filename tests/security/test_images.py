@@ -20,7 +20,7 @@ from megavlm.data.rows import Rows
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family_of
 from tests.conftest import DATA
-from tests.unit.data.test_image_decoding import bomb, encode
+from tests.unit.data.media.test_image_decoding import bomb, encode
 
 ROOT = Path(__file__).parents[2]
 NOISE = np.random.default_rng(0).integers(0, 255, (60, 90, 3), dtype=np.uint8)
@@ -110,7 +110,7 @@ def test_the_extension_says_nothing(tmp_path: Path, processor: Processor) -> Non
 def test_memory_is_bounded(name: str) -> None:
     """In a process of its own, whose peak is nobody else's."""
     script = (
-        "import resource, sys; from megavlm.data.image_decoding import decode\n"
+        "import resource, sys; from megavlm.data.media.image_decoding import decode\n"
         "data = sys.stdin.buffer.read()\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megavlm.data.media.video_sources import AnyVideo, VideoFile
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
-from megavlm.data.video_sources import AnyVideo, VideoFile
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import Sampling

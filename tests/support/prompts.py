@@ -2,7 +2,7 @@
 
 import torch
 
-from megavlm.data.image_processing import PatchFormat, ProcessedImage
+from megavlm.data.media.image_processing import PatchFormat, ProcessedImage
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
 

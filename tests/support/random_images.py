@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from megavlm.data.image_processing import PatchFormat, ProcessedImage
+from megavlm.data.media.image_processing import PatchFormat, ProcessedImage
 
 
 def random_image(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megavlm.data.image_processing import ProcessedImage
+from megavlm.data.media.image_processing import ProcessedImage
 from megavlm.data.packing import Segment, Tree
 from megavlm.data.positions import text_positions
 from megavlm.data.target_tokens import TargetColumns

@@ -58,7 +58,7 @@ def processed(prompt: list[int], text: str, token_ids: tuple[int, int]) -> Any:
     # Here, because a server that takes no video (or is a test's) starts without them.
     import torch
 
-    from megavlm.data.image_processing import PatchFormat
+    from megavlm.data.media.image_processing import PatchFormat
 
     content = _read(text)
     start = 8 + int.from_bytes(content[:8], "little")

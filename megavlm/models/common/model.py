@@ -20,10 +20,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megavlm.data.image_processing import ProcessedImage
+from megavlm.data.media.image_processing import ProcessedImage
+from megavlm.data.media.videos import Grid
 from megavlm.data.packing import Pack
 from megavlm.data.routes import Routes
-from megavlm.data.videos import Grid
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.deepstack import StageLayout, join_levels, split_levels
 from megavlm.models.common.language import LanguageModel

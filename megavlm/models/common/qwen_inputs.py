@@ -9,9 +9,14 @@ from PIL import Image
 from torch import Tensor
 
 from megavlm.config.data import Data
-from megavlm.data.image_processing import ImageCache, ImageProcessor, PatchFormat, ProcessedImage
+from megavlm.data.media.image_processing import (
+    ImageCache,
+    ImageProcessor,
+    PatchFormat,
+    ProcessedImage,
+)
+from megavlm.data.media.videos import ProcessedVideo, VideoProcessor
 from megavlm.data.positions import Span, mrope_positions
-from megavlm.data.videos import ProcessedVideo, VideoProcessor
 
 
 class QwenImages(ImageProcessor):

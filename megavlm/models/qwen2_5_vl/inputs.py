@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from megavlm.config.data import Data
-from megavlm.data.image_processing import ImageCache
+from megavlm.data.media.image_processing import ImageCache
+from megavlm.data.media.videos import Grid, ProcessedVideo
 from megavlm.data.positions import Span
-from megavlm.data.videos import Grid, ProcessedVideo
 from megavlm.models.common.qwen_inputs import (
     MultimodalPositions,
     QwenVideos,

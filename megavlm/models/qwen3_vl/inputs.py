@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megavlm.config.data import Data
-from megavlm.data.image_processing import ImageCache
+from megavlm.data.media.image_processing import ImageCache
+from megavlm.data.media.videos import Grid, ProcessedVideo
 from megavlm.data.positions import Span
-from megavlm.data.videos import Grid, ProcessedVideo
 from megavlm.models.common.qwen_inputs import (
     MultimodalPositions,
     QwenVideos,

@@ -10,7 +10,7 @@ from annotated_types import Len
 from PIL.Image import Image as Picture
 from pydantic import FiniteFloat
 
-from megavlm.data.image_decoding import decode
+from megavlm.data.media.image_decoding import decode
 from megavlm.environments.base import Context, Image, Observation, Step
 from megavlm.environments.tools.environment import ToolEnvironment
 from megavlm.environments.tools.tool import ToolError, tool

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megavlm.config.schema import Config
-from megavlm.data.image_processing import PatchFormat, ProcessedImage
+from megavlm.data.media.image_processing import PatchFormat, ProcessedImage
+from megavlm.data.media.videos import Grid
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
-from megavlm.data.videos import Grid
 from megavlm.families import family_of
 from megavlm.parallel.collectives import json_array, read_json
 from megavlm.training.step.image_plan import ImagePlan, plan_images

@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megavlm.data.image_processing import ProcessedImage
+from megavlm.data.media.image_processing import ProcessedImage
 from megavlm.data.packing import Pack
 from megavlm.models.common.model import Features, VisionLanguageModel
 from megavlm.models.common.tower import Tower

@@ -11,8 +11,8 @@ import pytest
 
 from megavlm.data.chat import Message, read_chat, read_tools
 from megavlm.data.hermes import with_tools_as_text
+from megavlm.data.media.video_sources import Video
 from megavlm.data.rows import Row
-from megavlm.data.video_sources import Video
 from tests.conftest import png, read_rows
 
 PNG = png()

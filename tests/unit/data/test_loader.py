@@ -17,8 +17,8 @@ import torch
 
 from megavlm.config.data import Data
 from megavlm.config.rollout import Rollout
-from megavlm.data.image_processing import PatchFormat, ProcessedImage
 from megavlm.data.loader import Held, PromptStream, held_for, holding
+from megavlm.data.media.image_processing import PatchFormat, ProcessedImage
 from megavlm.data.processor import Prompt, PromptTooLong
 from megavlm.data.rows import Row, Rows
 from tests.support.timeouts import scaled

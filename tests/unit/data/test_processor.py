@@ -14,8 +14,8 @@ from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 
 from megavlm.config.data import Data
-from megavlm.data.image_decoding import decode
-from megavlm.data.image_processing import ImageCache, ProcessedImage
+from megavlm.data.media.image_decoding import decode
+from megavlm.data.media.image_processing import ImageCache, ProcessedImage
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import SPECIAL_TOKENS

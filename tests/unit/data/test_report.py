@@ -22,7 +22,7 @@ from megavlm.families import family_of
 from megavlm.observability.progress import Progress
 from megavlm.run.data_report import data_report
 from tests.conftest import DATA
-from tests.unit.data.test_image_decoding import encode
+from tests.unit.data.media.test_image_decoding import encode
 
 LONG = "q " * 500
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megavlm.config.data import Data
+from megavlm.data.media.video_sources import Video
 from megavlm.data.rows import Row, Rows
-from megavlm.data.video_sources import Video
 from tests.conftest import read_rows
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

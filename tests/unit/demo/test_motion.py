@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from megavlm.config.load import load
-from megavlm.data.image_decoding import decode
+from megavlm.data.media.image_decoding import decode
+from megavlm.data.media.video_sources import Video
 from megavlm.data.processor import Processor
-from megavlm.data.video_sources import Video
 from megavlm.demo.drawing import COLOURS, DrawnExample
 from megavlm.demo.motion import CELL, draw_motion
 from megavlm.demo.pipeline import RECIPES

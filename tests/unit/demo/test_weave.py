@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from megavlm.config.load import load
-from megavlm.data.image_decoding import decode
+from megavlm.data.media.image_decoding import decode
 from megavlm.demo.drawing import COLOURS, DrawnExample
 from megavlm.demo.pipeline import RECIPES
 from megavlm.demo.shapes import write_dataset

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megavlm.config.evaluation import Evaluation
 from megavlm.data.chat import Message
+from megavlm.data.media.video_sources import VideoFile
 from megavlm.data.rows import Row
-from megavlm.data.video_sources import VideoFile
 from megavlm.evaluation.baselines import Known, blind_answers, exchange_images
 from megavlm.evaluation.measures import Answer, measure_policy
 from megavlm.evaluation.result import measure, wilson_interval

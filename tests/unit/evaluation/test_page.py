@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from megavlm.data.media.video_sources import Video, VideoFile
 from megavlm.data.rows import Row
-from megavlm.data.video_sources import Video, VideoFile
 from megavlm.evaluation.attempts import Attempt, Candidate, Question, SkippedRows, Turn
 from megavlm.evaluation.files import write_attempts
 from megavlm.evaluation.page import TaskSection, write_page

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.data.image_processing import PatchFormat, ProcessedImage
+from megavlm.data.media.image_processing import PatchFormat, ProcessedImage
+from megavlm.data.media.videos import ProcessedVideo
 from megavlm.data.processor import Prompt
-from megavlm.data.videos import ProcessedVideo
 from megavlm.inference import generation
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError

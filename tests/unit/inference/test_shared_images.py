@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from megavlm.data.image_processing import ProcessedImage
+from megavlm.data.media.image_processing import ProcessedImage
 from megavlm.inference.protocol import processed_media
 from megavlm.inference.server_main import shared_memory_of
 from tests.parity.models import model_folder

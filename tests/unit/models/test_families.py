@@ -30,7 +30,7 @@ from megavlm.run.checks import preflight
 from tests.parity.models import make_model
 from tests.support.fork import launch
 from tests.support.levels import slow
-from tests.unit.data.test_videos import row, video
+from tests.unit.data.media.test_videos import row, video
 
 ROOT = Path(__file__).parents[3]
 NEW = "made_up_vl"

@@ -8,7 +8,7 @@ import torch
 
 from megavlm.config.algorithm import GRPO
 from megavlm.data.chat import Message
-from megavlm.data.image_processing import ProcessedImage
+from megavlm.data.media.image_processing import ProcessedImage
 from megavlm.data.packing import make_pack
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row

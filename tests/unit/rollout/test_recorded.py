@@ -13,9 +13,9 @@ import torch
 
 from megavlm.config.algorithm import GRPO
 from megavlm.config.load import load
+from megavlm.data.media.video_sources import Video
 from megavlm.data.packing import Tree
 from megavlm.data.processor import Processor
-from megavlm.data.video_sources import Video
 from megavlm.inference.protocol import VersionSpan
 from megavlm.parallel.collectives import json_array
 from megavlm.rewards.base import Score

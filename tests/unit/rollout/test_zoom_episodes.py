@@ -9,7 +9,7 @@ import pytest
 from PIL import Image as Picture
 
 from megavlm.config.data import Data
-from megavlm.data.image_decoding import decode
+from megavlm.data.media.image_decoding import decode
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import make_tiny_model

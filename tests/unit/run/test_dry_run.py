@@ -12,7 +12,7 @@ import yaml
 from checkpoint_tools.import_hf import import_hf
 from megavlm.config.dump import to_yaml
 from megavlm.config.load import load
-from megavlm.data import image_sources
+from megavlm.data.media import image_sources
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.run.checks import dry_run
 from megavlm.run.checks.run_lock import run_lock

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image as Picture
 from PIL import ImageDraw
 
-from megavlm.data.image_decoding import decode
+from megavlm.data.media.image_decoding import decode
 from megavlm.environments.base import ChatFormat, Context, Image
 from megavlm.environments.tools.tool import tool
 from megavlm.rewards.base import Example, Score

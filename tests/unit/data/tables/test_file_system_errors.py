@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megavlm.data.image_sources import DataFolder
 from megavlm.data.loader import Prompts, SkippedRow
+from megavlm.data.media.image_sources import DataFolder
 from megavlm.data.tables import files
 from megavlm.data.tables.files import DataFile, read_safely
 from megavlm.data.tables.formats import LinesTable, ParquetTable

@@ -9,7 +9,12 @@ from PIL import Image
 from torch import Tensor
 
 from megavlm.config.data import Data
-from megavlm.data.image_processing import ImageCache, ImageProcessor, PatchFormat, ProcessedImage
+from megavlm.data.media.image_processing import (
+    ImageCache,
+    ImageProcessor,
+    PatchFormat,
+    ProcessedImage,
+)
 from megavlm.data.positions import plain_positions
 
 __all__ = ["images", "model_inputs", "positions"]

@@ -7,9 +7,9 @@ from typing import Any
 
 from PIL import Image
 
-from megavlm.data.image_decoding import decode
-from megavlm.data.image_sources import DataFolder, check_keys, is_url, media_bytes
-from megavlm.data.video_decoding import decode_frames, read_header
+from megavlm.data.media.image_decoding import decode
+from megavlm.data.media.image_sources import DataFolder, check_keys, is_url, media_bytes
+from megavlm.data.media.video_decoding import decode_frames, read_header
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote_to_bytes
 
-from megavlm.data.fetch import check_url, fetch
+from megavlm.data.media.fetch import check_url, fetch
 from megavlm.data.tables.files import find_filesystem, has_protocol, read_safely
 
 Kind = Literal["image", "video"]

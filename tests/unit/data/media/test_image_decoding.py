@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
 from megavlm.config.data import IMAGE_FORMATS
-from megavlm.data.image_decoding import decode, image_size
+from megavlm.data.media.image_decoding import decode, image_size
 from tests.conftest import LFS_POINTER
 from tests.support.samples import encode
 
@@ -125,14 +125,14 @@ def test_bombs_are_refused_from_their_header(size: tuple[int, int]) -> None:
 
 def test_a_bomb_costs_no_memory() -> None:
     script = (
-        "import resource, sys; from megavlm.data.image_decoding import decode\n"
+        "import resource, sys; from megavlm.data.media.image_decoding import decode\n"
         "data = sys.stdin.buffer.read()\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
         "try: decode(data)\n"
         "except ValueError: print(peak() - before)\n"
     )
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[4]
     done = subprocess.run(
         [sys.executable, "-c", script], input=bomb(50_000, 50_000), capture_output=True, cwd=root
     )

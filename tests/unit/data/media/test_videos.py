@@ -11,15 +11,15 @@ from PIL import Image
 from transformers import AutoConfig
 
 from megavlm.config.data import Data
-from megavlm.data.image_decoding import decode
+from megavlm.data.media.image_decoding import decode
+from megavlm.data.media.video_sources import Video
+from megavlm.data.media.videos import MAX_VIDEO_PIXELS, ProcessedVideo
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
-from megavlm.data.video_sources import Video
-from megavlm.data.videos import MAX_VIDEO_PIXELS, ProcessedVideo
 from megavlm.families import FAMILIES, family_of
 from tests.support.samples import auto_processor, encode, image, our_processor
+from tests.unit.data.media.test_image_decoding import bomb
 from tests.unit.data.rope_index import sglang_rope_index
-from tests.unit.data.test_image_decoding import bomb
 
 Folders = Callable[[str], Path]
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megavlm.data import image_sources
-from megavlm.data.image_sources import DataFolder, is_url, media_bytes
+from megavlm.data.media import image_sources
+from megavlm.data.media.image_sources import DataFolder, is_url, media_bytes
 from tests.conftest import read_rows
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 from PIL import ExifTags, Image
 
-from megavlm.data.image_decoding import decode
+from megavlm.data.media.image_decoding import decode
 from tests.support.samples import encode
 
 Pixels = npt.NDArray[np.uint8]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megavlm.data.image_decoding import MAX_PIXELS
+from megavlm.data.media.image_decoding import MAX_PIXELS
 
 # FFmpeg's readers of files that hold a whole video. A playlist would name further files and URLs.
 FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,gif"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megavlm.config.data import Data
-from megavlm.data.image_decoding import decode, image_size
-from megavlm.data.image_processing import ImageCache, PatchFormat, ProcessedImage
-from megavlm.data.video_decoding import VideoHeader, decode_frames, read_header
-from megavlm.data.video_sources import AnyVideo, Video, VideoFile
+from megavlm.data.media.image_decoding import decode, image_size
+from megavlm.data.media.image_processing import ImageCache, PatchFormat, ProcessedImage
+from megavlm.data.media.video_decoding import VideoHeader, decode_frames, read_header
+from megavlm.data.media.video_sources import AnyVideo, Video, VideoFile
 
 # Limit for the frames of a video together: 400 MB as RGB, or 768 frames of 448 x 336.
 MAX_VIDEO_PIXELS = 2**27

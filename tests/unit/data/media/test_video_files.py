@@ -15,13 +15,13 @@ import torch
 from PIL import Image
 
 from megavlm.config.data import Data
-from megavlm.data import video_decoding, videos
-from megavlm.data.image_sources import DataFolder
+from megavlm.data.media import video_decoding, videos
+from megavlm.data.media.image_sources import DataFolder
+from megavlm.data.media.video_decoding import VideoHeader, decode_frames, read_header
+from megavlm.data.media.video_sources import Video, VideoFile, read_video
+from megavlm.data.media.videos import ProcessedVideo, sample_indices
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, check_media
-from megavlm.data.video_decoding import VideoHeader, decode_frames, read_header
-from megavlm.data.video_sources import Video, VideoFile, read_video
-from megavlm.data.videos import ProcessedVideo, sample_indices
 from megavlm.families import FAMILIES, family_of
 from tests.conftest import read_rows
 from tests.support.samples import auto_processor, encode

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from megavlm.data.image_decoding import decode, image_size
+from megavlm.data.media.image_decoding import decode, image_size
 
 CPU = torch.device("cpu")
 _URL = b'"data:image/x-portable-pixmap;base64,'  # with the opening quote of a JSON string
