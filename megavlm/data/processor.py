@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from megavlm.config.data import Data
-from megavlm.data.chat_template import ChatTemplate, text_after_response
+from megavlm.data.chat.template import ChatTemplate, text_after_response
 from megavlm.data.media.image_processing import ImageCache, ImageProcessor, ProcessedImage
 from megavlm.data.media.videos import ProcessedVideo, VideoProcessor
 from megavlm.data.rows import Row, rejected_row, same_responses

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, TypeGuard, overload
 
 from megavlm.config.data import Data
-from megavlm.data.chat import (
+from megavlm.data.chat.messages import (
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,
     Chat,

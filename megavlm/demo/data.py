@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megavlm.config.data import Data
-from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from megavlm.data.chat.messages import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from megavlm.data.rows import Rows
 from megavlm.demo.shapes import ROW_SCHEMA, write_dataset
 

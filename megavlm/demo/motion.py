@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from megavlm.data.chat import VIDEO_PLACEHOLDER
+from megavlm.data.chat.messages import VIDEO_PLACEHOLDER
 from megavlm.demo.drawing import COLOURS, SHAPE_KINDS, DrawnExample, draw_shape, pick, png
 
 CELL, GRID = 28, 2  # pixels of a cell's side, cells of a frame's

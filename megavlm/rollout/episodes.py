@@ -20,7 +20,7 @@ import torch
 
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.schema import Config
-from megavlm.data.chat import Message
+from megavlm.data.chat.messages import Message
 from megavlm.data.loader import Kind
 from megavlm.data.processor import Processor, Prompt, PromptTooLong
 from megavlm.data.rows import Row

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, TypeGuard
 
 from megavlm.config.environment import EnvironmentConfig
-from megavlm.data.chat import IMAGE_PLACEHOLDER, ROLES, Message
+from megavlm.data.chat.messages import IMAGE_PLACEHOLDER, ROLES, Message
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.environments.base import ChatMessage, Image, Observation

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoConfig
 
-from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from megavlm.data.chat.messages import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from megavlm.data.media.video_sources import Video
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row

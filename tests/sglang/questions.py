@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from megavlm.data.chat import Message
+from megavlm.data.chat.messages import Message
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.inference.protocol import Response, Sampling

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from megavlm.data.chat import IMAGE_PLACEHOLDER, Message
+from megavlm.data.chat.messages import IMAGE_PLACEHOLDER, Message
 from megavlm.data.rows import Row
 
 # Keys of replies that clients send back. They hold nothing that a model could see.

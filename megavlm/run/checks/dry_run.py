@@ -15,7 +15,7 @@ from megavlm.checkpointing.folder import EXTRA_STATE, experts_form, locate_step
 from megavlm.config.algorithm import DPO, SFT
 from megavlm.config.dump import to_yaml
 from megavlm.config.schema import Config
-from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from megavlm.data.chat.messages import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from megavlm.data.loader import check_state
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Rows

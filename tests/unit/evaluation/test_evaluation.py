@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.config.evaluation import Evaluation
-from megavlm.data.chat import Message
+from megavlm.data.chat.messages import Message
 from megavlm.data.media.video_sources import VideoFile
 from megavlm.data.rows import Row
 from megavlm.evaluation.baselines import Known, blind_answers, exchange_images

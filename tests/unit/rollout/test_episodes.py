@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megavlm.config.algorithm import GRPO
-from megavlm.data.chat import Message
+from megavlm.data.chat.messages import Message
 from megavlm.data.media.image_processing import ProcessedImage
 from megavlm.data.packing import make_pack
 from megavlm.data.processor import Processor

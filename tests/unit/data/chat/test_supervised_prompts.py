@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.data.chat import Message, read_chat, read_tools
+from megavlm.data.chat.messages import Message, read_chat, read_tools
 from megavlm.data.packing import Tree, make_pack, supervised_tree
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row

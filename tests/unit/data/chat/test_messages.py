@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megavlm.data.chat import Message, read_chat, read_tools
-from megavlm.data.hermes import with_tools_as_text
+from megavlm.data.chat.hermes import with_tools_as_text
+from megavlm.data.chat.messages import Message, read_chat, read_tools
 from megavlm.data.media.video_sources import Video
 from megavlm.data.rows import Row
 from tests.conftest import png, read_rows

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from megavlm.data.chat import Message
+from megavlm.data.chat.messages import Message
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.families import FAMILIES, family_of

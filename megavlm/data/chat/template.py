@@ -9,8 +9,8 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from megavlm.config.data import Data
-from megavlm.data.chat import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message
-from megavlm.data.hermes import with_tools_as_text
+from megavlm.data.chat.hermes import with_tools_as_text
+from megavlm.data.chat.messages import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message
 from megavlm.data.rows import Row
 
 _RESPONSE = "A response that no chat template contains."
