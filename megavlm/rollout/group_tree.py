@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megavlm.data.packing import Segment, Tree
-from megavlm.data.positions import text_positions
+from megavlm.data.packs.packing import Segment, Tree
+from megavlm.data.packs.positions import text_positions
+from megavlm.data.packs.target_tokens import TargetColumns
 from megavlm.data.processor import Prompt
-from megavlm.data.target_tokens import TargetColumns
 from megavlm.inference.protocol import Response
 from megavlm.rollout.trajectory import Group, TreePart
 

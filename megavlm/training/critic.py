@@ -11,7 +11,7 @@ from megavlm.checkpointing.folder import complete_steps, step_folder
 from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.save import PendingSave, SaveTarget, begin_save
 from megavlm.config.algorithm import PPO
-from megavlm.data.packing import Pack
+from megavlm.data.packs.packing import Pack
 from megavlm.models.common.logprobs import Scoring
 from megavlm.training.forward_backward import compute_logprobs
 from megavlm.training.initial_model import start_model

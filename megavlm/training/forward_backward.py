@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megavlm.data.packing import Pack
+from megavlm.data.packs.packing import Pack
 from megavlm.models.common.logprobs import Scoring, TokenScores
 from megavlm.training.step.vision_features import VisionFeatures
 

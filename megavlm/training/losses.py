@@ -14,8 +14,8 @@ from megavlm.algorithms.segments import Reduce, alone, segment_sum
 from megavlm.algorithms.value_loss import value_loss
 from megavlm.config.algorithm import DPO, PPO, PolicyOptimization
 from megavlm.config.distillation import Distillation
-from megavlm.data.packing import Pack
-from megavlm.data.target_tokens import TargetColumns
+from megavlm.data.packs.packing import Pack
+from megavlm.data.packs.target_tokens import TargetColumns
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.forward_backward import LossFunction, Measures
 

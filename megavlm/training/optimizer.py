@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megavlm.checkpointing.optimizer_states import MOMENTS, make_states
 from megavlm.config.optimizer import Optimizer
-from megavlm.data.packing import Pack
+from megavlm.data.packs.packing import Pack
 from megavlm.models.common.components import model_part
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.model import VisionLanguageModel

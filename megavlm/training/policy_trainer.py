@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megavlm.algorithms.kl import adapted
 from megavlm.config.algorithm import GRPO, PPO
-from megavlm.data.packing import Pack
+from megavlm.data.packs.packing import Pack
 from megavlm.inference.protocol import Sampling
 from megavlm.models.common.logprobs import Scoring
 from megavlm.parallel.collectives import broadcast_object, summing

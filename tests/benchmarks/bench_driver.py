@@ -26,11 +26,11 @@ from megavlm.algorithms.advantages import AdvantageInputs
 from megavlm.algorithms.aggregation import token_weights
 from megavlm.algorithms.registry import load_advantage_estimator
 from megavlm.config.algorithm import GRPO
-from megavlm.data.packing import Segment, Tree
-from megavlm.data.positions import text_positions
+from megavlm.data.packs.packing import Segment, Tree
+from megavlm.data.packs.positions import text_positions
+from megavlm.data.packs.target_tokens import TargetColumns, concatenate
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
-from megavlm.data.target_tokens import TargetColumns, concatenate
 from megavlm.inference.protocol import Response, Sampling, parse_generate
 from megavlm.models.cost import ModelCost
 from megavlm.numbers import is_float32

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from megavlm.data.loader import PackedBatch, holding
-from megavlm.data.packing import prompt_tree
+from megavlm.data.packs.packing import prompt_tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import make_tiny_model

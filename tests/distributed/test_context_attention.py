@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.enums import AttnMaskType
 
-from megavlm.data.packing import make_pack
+from megavlm.data.packs.packing import make_pack
 from megavlm.models.common.attention import TreeAttention
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.pack_layout import PackLayout

@@ -13,7 +13,7 @@ import torch
 
 from megavlm.config.lora import LoRA
 from megavlm.config.optimizer import Optimizer
-from megavlm.data.packing import empty_pack
+from megavlm.data.packs.packing import empty_pack
 from megavlm.training import gradient_buffers
 from megavlm.training.losses import supervised_loss
 from tests.distributed.test_updates import SETTINGS, STEPS, start

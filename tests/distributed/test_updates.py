@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megavlm.config.lora import LoRA
 from megavlm.config.optimizer import Optimizer
-from megavlm.data.packing import Pack
+from megavlm.data.packs.packing import Pack
 from megavlm.families import family
 from megavlm.models.build import build_model
 from megavlm.models.common import config as model_config

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig
 
 from megavlm.config.data import Data
-from megavlm.data.packing import make_pack, prompt_tree
+from megavlm.data.packs.packing import make_pack, prompt_tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.families import family, family_of

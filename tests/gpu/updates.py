@@ -17,7 +17,7 @@ from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.config.lora import LoRA
 from megavlm.config.optimizer import Optimizer
-from megavlm.data.packing import make_pack
+from megavlm.data.packs.packing import make_pack
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.lora import adapters_disabled, add_adapters

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
-from megavlm.data.packing import make_pack
+from megavlm.data.packs.packing import make_pack
 from megavlm.models.common import attention_backends
 from megavlm.models.common.attention_backends import flex, sdpa
 from megavlm.models.common.pack_layout import PackLayout

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 
 from megavlm.config.algorithm import PPO
-from megavlm.data.packing import Pack
+from megavlm.data.packs.packing import Pack
 from megavlm.data.processor import ProcessedImage
 from megavlm.models.build import build_model
 from megavlm.models.common import attention_backends

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megavlm.data.packing import Pack
+from megavlm.data.packs.packing import Pack
 from megavlm.models import build
 from megavlm.models.common import deepstack, lora, mapping, model, vision_merge
 from megavlm.models.common.lora_linear import LoRALinear

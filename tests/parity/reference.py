@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from megavlm.data.positions import text_positions
+from megavlm.data.packs.positions import text_positions
 from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.families import family
 from megavlm.models.linear_attention.in_transformers import use_plain_torch

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from megavlm.data.packing import Pack
+from megavlm.data.packs.packing import Pack
 from megavlm.data.processor import ProcessedImage
 from megavlm.families import family
 from megavlm.models.build import build_model

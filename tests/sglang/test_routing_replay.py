@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from megavlm.data.packing import make_pack
+from megavlm.data.packs.packing import make_pack
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.families import family_of

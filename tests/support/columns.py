@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megavlm.data.target_tokens import TargetColumns
+from megavlm.data.packs.target_tokens import TargetColumns
 from megavlm.rollout.trajectory import Group
 
 

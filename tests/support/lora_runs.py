@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from megavlm.config.lora import LoRA
-from megavlm.data.packing import Pack
+from megavlm.data.packs.packing import Pack
 from megavlm.data.processor import ProcessedImage
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family

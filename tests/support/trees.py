@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from megavlm.data.media.image_processing import ProcessedImage
-from megavlm.data.packing import Segment, Tree
-from megavlm.data.positions import text_positions
-from megavlm.data.target_tokens import TargetColumns
+from megavlm.data.packs.packing import Segment, Tree
+from megavlm.data.packs.positions import text_positions
+from megavlm.data.packs.target_tokens import TargetColumns
 from tests.support.columns import columns
 from tests.support.prompts import make_image
 

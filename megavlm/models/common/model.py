@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from megavlm.data.media.image_processing import ProcessedImage
 from megavlm.data.media.videos import Grid
-from megavlm.data.packing import Pack
-from megavlm.data.routes import Routes
+from megavlm.data.packs.packing import Pack
+from megavlm.data.packs.routes import Routes
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.deepstack import StageLayout, join_levels, split_levels
 from megavlm.models.common.language import LanguageModel

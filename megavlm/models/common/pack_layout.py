@@ -17,9 +17,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megavlm.data.context_parallel import SegmentRun
-from megavlm.data.packing import Pack
-from megavlm.data.routes import Routes
+from megavlm.data.packs.context_parallel import SegmentRun
+from megavlm.data.packs.packing import Pack
+from megavlm.data.packs.routes import Routes
 from megavlm.models.common.rotary import RotaryTables
 
 PADDING = 1.25  # limit of (query, key) pairs in a padded batch, relative to its sequences' pairs

@@ -16,7 +16,7 @@ from megavlm.data.media.image_processing import (
     ProcessedImage,
 )
 from megavlm.data.media.videos import ProcessedVideo, VideoProcessor
-from megavlm.data.positions import Span, mrope_positions
+from megavlm.data.packs.positions import Span, mrope_positions
 
 
 class QwenImages(ImageProcessor):

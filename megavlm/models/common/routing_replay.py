@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from megavlm.data.routes import Routes
+from megavlm.data.packs.routes import Routes
 from megavlm.models.common import expert_sums
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megavlm.data.positions import Span
+from megavlm.data.packs.positions import Span
 from megavlm.models.common.qwen_inputs import MultimodalPositions, images, model_inputs
 from megavlm.models.qwen2_5_vl.inputs import videos
 

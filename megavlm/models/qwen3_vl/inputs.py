@@ -6,7 +6,7 @@ from typing import Any
 from megavlm.config.data import Data
 from megavlm.data.media.image_processing import ImageCache
 from megavlm.data.media.videos import Grid, ProcessedVideo
-from megavlm.data.positions import Span
+from megavlm.data.packs.positions import Span
 from megavlm.models.common.qwen_inputs import (
     MultimodalPositions,
     QwenVideos,

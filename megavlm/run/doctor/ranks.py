@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from megavlm.config.schema import Config
-from megavlm.data.packing import Pack, make_pack, prompt_tree
+from megavlm.data.packs.packing import Pack, make_pack, prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
 from megavlm.families import family

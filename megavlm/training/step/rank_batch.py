@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megavlm.data.packing import Pack
+from megavlm.data.packs.packing import Pack
 from megavlm.parallel.collectives import Arrays, read_json, receive_from_driver, scatter, send_each
 from megavlm.parallel.mesh import Mesh
 from megavlm.training.step.image_plan import ImagePlan

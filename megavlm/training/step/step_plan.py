@@ -8,8 +8,8 @@ from itertools import chain
 from torch import Tensor
 
 from megavlm.config.parallel import Parallel
-from megavlm.data.packing import Pack, Tree, empty_pack, make_pack
-from megavlm.data.target_tokens import TargetColumns
+from megavlm.data.packs.packing import Pack, Tree, empty_pack, make_pack
+from megavlm.data.packs.target_tokens import TargetColumns
 from megavlm.models.cost import ModelCost
 from megavlm.parallel.collectives import json_array
 from megavlm.parallel.mesh import Layout

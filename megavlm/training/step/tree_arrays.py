@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megavlm.data.packing import Segment, Tree
-from megavlm.data.positions import text_positions
-from megavlm.data.target_tokens import TargetColumns
+from megavlm.data.packs.packing import Segment, Tree
+from megavlm.data.packs.positions import text_positions
+from megavlm.data.packs.target_tokens import TargetColumns
 
 _COLUMN = "column."  # prefix of columns with one value per target token
 _SEGMENT_COLUMN = "segment_column."  # prefix of columns with one value per target segment

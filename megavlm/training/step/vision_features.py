@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megavlm.data.media.image_processing import ProcessedImage
-from megavlm.data.packing import Pack
+from megavlm.data.packs.packing import Pack
 from megavlm.models.common.model import Features, VisionLanguageModel
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_merge import count_tokens, encode_share, exchange_shares

@@ -15,7 +15,7 @@ import torch
 
 from megavlm.algorithms.aggregation import token_weights
 from megavlm.config.algorithm import DPO, GRPO
-from megavlm.data.target_tokens import TargetColumns
+from megavlm.data.packs.target_tokens import TargetColumns
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.losses import Update, policy_loss, preference_loss
 from tests.support.columns import columns as target_columns

@@ -16,7 +16,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn.attention import flex_attention, varlen
 
-from megavlm.data.packing import make_pack
+from megavlm.data.packs.packing import make_pack
 from megavlm.models.common import attention_backends
 from megavlm.models.common.attention import TreeAttention
 from megavlm.models.common.attention_backends import BACKENDS, choose_backend

@@ -9,7 +9,7 @@ import torch
 from megavlm.config.algorithm import GRPO
 from megavlm.data.chat.messages import Message
 from megavlm.data.media.image_processing import ProcessedImage
-from megavlm.data.packing import make_pack
+from megavlm.data.packs.packing import make_pack
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.environments.base import Observation

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megavlm.data.packing import Pack, Tree
+from megavlm.data.packs.packing import Pack, Tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.inference.protocol import Response
 from megavlm.rollout.backlog import group_state, restored_group

@@ -12,11 +12,11 @@ from torch import Tensor
 from megavlm.algorithms.registry import ADVANTAGE_ESTIMATORS, load_advantage_estimator
 from megavlm.algorithms.segments import alone
 from megavlm.config.algorithm import GRPO, PPO
-from megavlm.data.packing import Pack, Segment, Tree, empty_pack, make_pack
-from megavlm.data.positions import text_positions
+from megavlm.data.packs.packing import Pack, Segment, Tree, empty_pack, make_pack
+from megavlm.data.packs.positions import text_positions
+from megavlm.data.packs.target_tokens import TargetColumns, concatenate
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
-from megavlm.data.target_tokens import TargetColumns, concatenate
 from megavlm.rollout.groups import policy_trees
 from megavlm.rollout.trajectory import Group
 from megavlm.training.advantages import (

@@ -12,8 +12,8 @@ from torch import Tensor
 from megavlm.algorithms.registry import load_advantage_estimator
 from megavlm.algorithms.segments import alone
 from megavlm.config.algorithm import GRPO, PPO
-from megavlm.data.packing import make_pack
-from megavlm.data.positions import text_positions
+from megavlm.data.packs.packing import make_pack
+from megavlm.data.packs.positions import text_positions
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
 from megavlm.rewards.base import Score

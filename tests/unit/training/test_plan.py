@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.data.packing import Pack, Tree
+from megavlm.data.packs.packing import Pack, Tree
 from megavlm.training.step.image_plan import ImagePlan, assign_encoders, plan_images
 from megavlm.training.step.pack_plan import Schedule
 from megavlm.training.step.rank_batch import unpack_part

@@ -15,7 +15,7 @@ from megavlm.data.media.image_processing import (
     PatchFormat,
     ProcessedImage,
 )
-from megavlm.data.positions import plain_positions
+from megavlm.data.packs.positions import plain_positions
 
 __all__ = ["images", "model_inputs", "positions"]
 

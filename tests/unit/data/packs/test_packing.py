@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.data.packing import (
+from megavlm.data.packs.packing import (
     Pack,
     Segment,
     Tree,
@@ -17,7 +17,7 @@ from megavlm.data.packing import (
     make_pack,
     prompt_tree,
 )
-from megavlm.data.target_tokens import TargetColumns
+from megavlm.data.packs.target_tokens import TargetColumns
 from tests.support.columns import columns
 
 IMAGE, VIDEO = 98, 99

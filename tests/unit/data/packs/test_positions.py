@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.data.positions import Span, mrope_positions, text_positions
+from megavlm.data.packs.positions import Span, mrope_positions, text_positions
 from tests.unit.data.rope_index import MODELS, rope_index, sglang_rope_index
 
 TEXT, START, IMAGE, VIDEO = 1, 5, 7, 8

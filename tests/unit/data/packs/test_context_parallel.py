@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.data.context_parallel import SegmentRun, run_tokens, split_segments
+from megavlm.data.packs.context_parallel import SegmentRun, run_tokens, split_segments
 
 sizes = st.lists(st.integers(1, 30), min_size=1, max_size=8)
 

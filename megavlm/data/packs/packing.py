@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megavlm.data.context_parallel import SegmentRun, run_tokens, split_segments
-from megavlm.data.positions import text_positions
-from megavlm.data.routes import Routes
-from megavlm.data.target_tokens import TargetColumns, concatenate
+from megavlm.data.packs.context_parallel import SegmentRun, run_tokens, split_segments
+from megavlm.data.packs.positions import text_positions
+from megavlm.data.packs.routes import Routes
+from megavlm.data.packs.target_tokens import TargetColumns, concatenate
 
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt
@@ -32,7 +32,7 @@ class Segment:
     is_target: bool  # whether it is trained on, as a response is
     columns: TargetColumns | None = None  # [S], for responses that a policy sampled
     images: tuple[str, ...] = ()  # keys of the images that its tokens stand for, in order
-    routes: Tensor | None = None  # [R, layers, top-k], of its first R tokens; see data/routes.py
+    routes: Tensor | None = None  # [R, layers, top-k], of its first R tokens; see routes.py
 
 
 @dataclass(frozen=True, eq=False)
