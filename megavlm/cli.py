@@ -193,7 +193,7 @@ def plan(
 
     platform.install()
     if cluster is not None:
-        from megavlm.run.capacity.cluster import cluster_plan
+        from megavlm.planner.cluster import cluster_plan
 
         with Progress(sys.stderr) as progress:
             progress.begin("modelling splits")
@@ -208,12 +208,12 @@ def plan(
         typer.echo(server_plan(config, gpus))
         return
     if sync:
-        from megavlm.run.capacity.weight_updates import weight_update_table
+        from megavlm.planner.weight_updates import weight_update_table
 
         typer.echo(weight_update_table(config, gpus or config.parallel.num_ranks))
         return
-    from megavlm.run.capacity.overview import run_plan
-    from megavlm.run.capacity.search import search_plan
+    from megavlm.planner.overview import run_plan
+    from megavlm.planner.search import search_plan
 
     if search:
         with Progress(sys.stderr) as progress:

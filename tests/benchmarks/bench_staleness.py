@@ -2,7 +2,7 @@
 rollouts (`rollout.oversample`) among them, of a 7B model on 4 + 4 GPUs. Nothing in it is measured
 on a GPU.
 
-Modelled are the times of run/capacity: a server's decoding step at its number of running responses,
+Modelled are the times of the planner: a server's decoding step at its number of running responses,
 each of the mean number of tokens, prefill, the trainer's phases, and the sync, under which servers
 stand still. Not covered: rewards, the transfer of groups, and responses that are computed again.
 """
@@ -17,9 +17,9 @@ from megavlm.parallel import platform
 
 platform.install()  # before the first import of megatron-core
 
+from megavlm.planner.time import StepModel  # noqa: E402
 from megavlm.rollout.buffer import GroupBuffer, Started, Window  # noqa: E402
-from megavlm.run.capacity.time import StepModel  # noqa: E402
-from tests.unit.run.capacity.estimates import SET_UPS, resolved  # noqa: E402
+from tests.unit.planner.estimates import SET_UPS, resolved  # noqa: E402
 
 STEPS = 12  # the first third is not counted
 CHUNK = 8  # tokens after which a server looks for responses that have ended

@@ -24,7 +24,7 @@ from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.lora import add_adapters
 from megavlm.parallel.mesh import Layout
-from megavlm.run.capacity.weight_updates import stored_bytes
+from megavlm.planner.weight_updates import stored_bytes
 from megavlm.weight_sync.lora import AdapterWeights
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.schedule import Server, make_schedule

@@ -27,7 +27,7 @@ from megavlm.models.common.logprobs import Scoring, default_chunk_size, token_sc
 from megavlm.models.cost import ModelCost
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import build_mesh
-from megavlm.run.capacity.rates import Rates
+from megavlm.planner.rates import Rates
 from megavlm.training.forward_backward import compute_logprobs, forward_backward
 from megavlm.training.losses import supervised_loss
 from megavlm.training.optimizer import build_updater

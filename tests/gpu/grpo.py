@@ -37,7 +37,7 @@ from megavlm.demo.shapes import ROW_SCHEMA, write_dataset
 from megavlm.observability.metrics import METRICS_FILE
 from megavlm.observability.records import read_records
 from megavlm.parallel import platform
-from megavlm.run.capacity.work import StepWork
+from megavlm.planner.work import StepWork
 from tests.gpu import figures, model, shapes
 from tests.gpu import folder as folders
 from tests.gpu.lines import checking, report

@@ -12,7 +12,7 @@ from typing import Any
 
 from megavlm.config.load import load
 from megavlm.parallel import platform
-from megavlm.run.capacity.memory import GB, OVERHEAD, RunMemory
+from megavlm.planner.memory import GB, OVERHEAD, RunMemory
 from tests.benchmarks.results import replace_part
 from tests.gpu import shapes
 

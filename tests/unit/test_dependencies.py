@@ -34,6 +34,7 @@ LEVELS = [
     {"tasks"},
     {"rollout"},
     {"training", "checkpoint_tools"},  # neither imports the other; run imports both
+    {"planner"},
     {"run"},
     {"demo", "slurm"},
     {"cli"},

@@ -163,7 +163,7 @@ def clock_skew(folder: Path) -> float:
 
 
 def _recipe_findings(config: Config) -> Iterator[Finding]:
-    from megavlm.run.capacity.overview import fits
+    from megavlm.planner.overview import fits
     from megavlm.run.checks.dry_run import dry_run
 
     ranks = config.parallel.num_ranks

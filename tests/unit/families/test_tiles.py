@@ -30,8 +30,8 @@ from megavlm.inference.server_args import ServerOptions
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import MEMORY
 from megavlm.observability.progress import Progress
+from megavlm.planner.memory import RunMemory
 from megavlm.rollout.recorded import RecordedRollouts
-from megavlm.run.capacity.memory import RunMemory
 from megavlm.run.checks import preflight
 from megavlm.run.train import train
 from megavlm.training.step.rank_images import sources_from_arrays, sources_to_arrays

@@ -25,7 +25,7 @@ from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import load_hf
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout, build_mesh
-from megavlm.run.capacity.weight_updates import weight_update_table
+from megavlm.planner.weight_updates import weight_update_table
 from megavlm.run.checks import preflight
 from tests.parity.models import make_model
 from tests.support.fork import launch

@@ -15,7 +15,7 @@ from megavlm.families import family
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import shard_tensor
 from megavlm.parallel.mesh import Layout
-from megavlm.run.capacity.weight_updates import stored_bytes
+from megavlm.planner.weight_updates import stored_bytes
 from megavlm.weight_sync.block_fp8 import SUFFIX, is_quantised, scale_shape, scales, values
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.schedule import Server, SyncSchedule, make_schedule, padded
@@ -189,7 +189,7 @@ def test_an_update_has_half_the_bytes(
     tmp_path: Path,
 ) -> None:
     """Of the linear layers, with a scale of four bytes for 16,384 numbers; and all ranks still send
-    alike. The capacity model counts the same bytes.
+    alike. The planner counts the same bytes.
     """
     config = released_config(release, tmp_path, num_hidden_layers=4)
     entries = family(config.model_type).mapping(config)

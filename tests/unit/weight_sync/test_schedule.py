@@ -14,7 +14,7 @@ from megavlm.families import family
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.parallel.mesh import Layout
-from megavlm.run.capacity.weight_updates import stored_bytes
+from megavlm.planner.weight_updates import stored_bytes
 from megavlm.weight_sync.gather import to_hf
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.schedule import Server, SyncSchedule, cut, make_schedule

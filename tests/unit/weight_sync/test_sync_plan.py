@@ -12,7 +12,7 @@ from megavlm.families import family
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout
-from megavlm.run.capacity.weight_updates import (
+from megavlm.planner.weight_updates import (
     received_bytes,
     stored_bytes,
     tensor_rows,

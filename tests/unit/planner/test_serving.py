@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from megavlm.config.load import load
-from megavlm.run.capacity.memory import GPU, server_memory
-from megavlm.run.capacity.serving import STATES_PER_REQUEST, ServerModel
-from megavlm.run.capacity.work import StepWork
+from megavlm.planner.memory import GPU, server_memory
+from megavlm.planner.serving import STATES_PER_REQUEST, ServerModel
+from megavlm.planner.work import StepWork
 from tests.support.releases import released_config
 from tests.unit.config.test_recipes import RECIPES, URLS
 

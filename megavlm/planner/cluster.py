@@ -15,10 +15,10 @@ from transformers import AutoConfig
 from megavlm.config.schema import Config
 from megavlm.families import family
 from megavlm.models.sizes import EqualRanks
-from megavlm.run.capacity.memory import GB, GPU, LEAST_CACHE, server_memory
-from megavlm.run.capacity.overview import Load, step_model
-from megavlm.run.capacity.rates import LOW_RATES, MEASURED_CARD, NODE
-from megavlm.run.capacity.search import (
+from megavlm.planner.memory import GB, GPU, LEAST_CACHE, server_memory
+from megavlm.planner.overview import Load, step_model
+from megavlm.planner.rates import LOW_RATES, MEASURED_CARD, NODE
+from megavlm.planner.search import (
     Axes,
     Count,
     changes,
@@ -26,8 +26,8 @@ from megavlm.run.capacity.search import (
     powers,
     search,
 )
-from megavlm.run.capacity.serving import ServerModel
-from megavlm.run.capacity.work import StepWork
+from megavlm.planner.serving import ServerModel
+from megavlm.planner.work import StepWork
 
 Keys = tuple[str, ...]
 

@@ -21,10 +21,10 @@ from megavlm.inference.server_args import ServerOptions
 from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.cost import ModelCost
-from megavlm.run.capacity.memory import ServerRankMemory
-from megavlm.run.capacity.rates import Rates
-from megavlm.run.capacity.weight_updates import server_layout, stored_bytes
-from megavlm.run.capacity.work import StepWork
+from megavlm.planner.memory import ServerRankMemory
+from megavlm.planner.rates import Rates
+from megavlm.planner.weight_updates import server_layout, stored_bytes
+from megavlm.planner.work import StepWork
 
 # SGLang 0.5.23: passes of the sampler over logits [requests, V] in fp32 (sampling with log-probs);
 # states that are kept for each running request with a radix cache and overlapped scheduling;

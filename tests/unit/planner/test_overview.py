@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from megavlm.cli import app
 from megavlm.config.load import load
 from megavlm.config.schema import Config
-from megavlm.run.capacity.search import all_layouts, changes, held_bytes, least_bytes, search
+from megavlm.planner.search import all_layouts, changes, held_bytes, least_bytes, search
 from tests.support.levels import slow
 from tests.support.releases import released_config
 from tests.unit.config.test_recipes import RECIPES

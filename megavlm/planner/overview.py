@@ -14,8 +14,8 @@ from megavlm.config.schema import Config
 from megavlm.families import family
 from megavlm.models.cost import LANGUAGE_SHARE
 from megavlm.models.sizes import EqualRanks
-from megavlm.run.capacity.memory import GB, GPU, OVERHEAD, RunMemory, trainer_ranks
-from megavlm.run.capacity.rates import (
+from megavlm.planner.memory import GB, GPU, OVERHEAD, RunMemory, trainer_ranks
+from megavlm.planner.rates import (
     LOW_RATES,
     LOW_SHARE,
     MEASURED_CARD,
@@ -23,8 +23,8 @@ from megavlm.run.capacity.rates import (
     PUBLISHED_MFU,
     Rates,
 )
-from megavlm.run.capacity.time import StepModel
-from megavlm.run.capacity.weight_updates import num_servers
+from megavlm.planner.time import StepModel
+from megavlm.planner.weight_updates import num_servers
 
 COLUMNS = (
     "weights", "gradients", "optimizer", "step", "activations", "logits", "features", "encoding",

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 from megavlm.cli import app
 from megavlm.config.load import load
 from megavlm.config.schema import Config
-from megavlm.run.capacity.cluster import splits
-from megavlm.run.capacity.memory import GPU, RunMemory
-from megavlm.run.capacity.overview import step_model
+from megavlm.planner.cluster import splits
+from megavlm.planner.memory import GPU, RunMemory
+from megavlm.planner.overview import step_model
 from tests.support.levels import slow
 from tests.support.releases import released_config
 from tests.unit.config.test_recipes import RECIPES

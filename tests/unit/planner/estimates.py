@@ -1,6 +1,6 @@
 """The tables of docs/estimates.md, from the code:
 
-python -m tests.unit.run.capacity.estimates    # prints them, to be pasted
+python -m tests.unit.planner.estimates    # prints them, to be pasted
 """
 
 import re
@@ -17,10 +17,10 @@ from megavlm.parallel import platform
 platform.install()  # before the first import of megatron-core
 
 from megavlm.models.cost import H100_FLOPS  # noqa: E402
-from megavlm.run.capacity.memory import GB  # noqa: E402
-from megavlm.run.capacity.rates import H200_RATES, LOW_RATES, NODE, Rates  # noqa: E402
-from megavlm.run.capacity.time import StepModel  # noqa: E402
-from megavlm.run.capacity.work import StepWork  # noqa: E402
+from megavlm.planner.memory import GB  # noqa: E402
+from megavlm.planner.rates import H200_RATES, LOW_RATES, NODE, Rates  # noqa: E402
+from megavlm.planner.time import StepModel  # noqa: E402
+from megavlm.planner.work import StepWork  # noqa: E402
 from megavlm.slurm.server_plan import servers_of_nodes  # noqa: E402
 from tests.gpu import page, serving  # noqa: E402
 from tests.support.releases import released_config  # noqa: E402

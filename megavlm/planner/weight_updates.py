@@ -19,7 +19,7 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.layout_rules import check_model_layout
 from megavlm.models.common.mapping import Entry, Shape
 from megavlm.parallel.mesh import Layout
-from megavlm.run.capacity.rates import NODE
+from megavlm.planner.rates import NODE
 from megavlm.weight_sync.block_fp8 import VALUES
 from megavlm.weight_sync.lora import adapter_bytes
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, numel

@@ -17,9 +17,9 @@ from megavlm.config.schema import Config
 from megavlm.families import family
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.sizes import EqualRanks
-from megavlm.run.capacity.memory import BUDGET, GB, GPU, RunMemory, server_memory, trainer_ranks
-from megavlm.run.capacity.overview import Load, recomputations, recompute_keys, step_model
-from megavlm.run.capacity.rates import MEASURED_CARD, NODE
+from megavlm.planner.memory import BUDGET, GB, GPU, RunMemory, server_memory, trainer_ranks
+from megavlm.planner.overview import Load, recomputations, recompute_keys, step_model
+from megavlm.planner.rates import MEASURED_CARD, NODE
 from megavlm.weight_sync.ownership import numel
 from megavlm.weight_sync.trainable import trained_entries
 

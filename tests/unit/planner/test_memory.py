@@ -24,23 +24,23 @@ from megavlm.models.linear_attention.delta_rule import Rule
 from megavlm.models.linear_attention.gated_delta_net import GatedDeltaNet
 from megavlm.models.sizes import rank_parameters
 from megavlm.parallel.mesh import Layout, build_mesh
-from megavlm.run.capacity import activations
-from megavlm.run.capacity.activations import activation_bytes
-from megavlm.run.capacity.memory import (
+from megavlm.planner import activations
+from megavlm.planner.activations import activation_bytes
+from megavlm.planner.memory import (
     GB,
     RunMemory,
     optimizer_bytes,
     step_bytes,
     trainer_ranks,
 )
-from megavlm.run.capacity.overview import recomputations
+from megavlm.planner.overview import recomputations
 from tests.gpu import page
 from tests.support.families import small_config
 from tests.support.fork import launch
 from tests.support.levels import slow
 from tests.support.releases import released_config
 from tests.unit.config.test_recipes import RECIPES, WHOLE, resolve
-from tests.unit.run.capacity.estimates import cluster
+from tests.unit.planner.estimates import cluster
 
 ON_GPUS = [name for name in WHOLE if not name.startswith("debug/")]
 # In the quick suite; models with many layers or experts take seconds to build.

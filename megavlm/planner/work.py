@@ -6,7 +6,7 @@ from typing import Any
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
 from megavlm.families import family
-from megavlm.run.capacity.memory import image_tokens
+from megavlm.planner.memory import image_tokens
 
 TEXT_TOKENS = 128  # assumed text tokens of a prompt, in addition to its image
 GOLDEN = 0.6180339887498949  # golden ratio: its multiples are spread evenly over [0, 1)

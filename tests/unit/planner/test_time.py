@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.run.capacity.memory import GB, RunMemory
-from megavlm.run.capacity.rates import Rates
-from megavlm.run.capacity.time import StepModel
+from megavlm.planner.memory import GB, RunMemory
+from megavlm.planner.rates import Rates
+from megavlm.planner.time import StepModel
 from tests.support.levels import slow
-from tests.unit.run.capacity.estimates import SET_UPS, SetUp, modelled, published, resolved, tables
+from tests.unit.planner.estimates import SET_UPS, SetUp, modelled, published, resolved, tables
 
-PAGE = Path(__file__).parents[4] / "docs" / "estimates.md"
+PAGE = Path(__file__).parents[3] / "docs" / "estimates.md"
 SEVEN, _, COLOCATED, MOE, _, LARGE, _, HUGE, SHARED_HUGE, LINEAR = SET_UPS
 ON_EIGHT_STAGES = (
     "parallel.pipeline=8",
@@ -25,7 +25,7 @@ ON_EIGHT_STAGES = (
 def test_the_documented_numbers_are_what_the_code_computes(tmp_path: Path) -> None:
     text = PAGE.read_text()
     for line in filter(None, tables(tmp_path)):
-        assert line in text, f"{line}: run python -m tests.unit.run.capacity.estimates"
+        assert line in text, f"{line}: run python -m tests.unit.planner.estimates"
 
 
 @pytest.mark.parametrize("set_up", SET_UPS, ids=lambda set_up: set_up.name)

@@ -18,8 +18,8 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import default_chunk_size
 from megavlm.models.sizes import EqualRanks, ParameterSize, equal_ranks
 from megavlm.parallel.mesh import Layout
-from megavlm.run.capacity.activations import activation_bytes
-from megavlm.run.capacity.weight_updates import server_layout, stored_bytes
+from megavlm.planner.activations import activation_bytes
+from megavlm.planner.weight_updates import server_layout, stored_bytes
 
 GB = 1e9
 GPU = 80 * GB

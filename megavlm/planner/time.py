@@ -25,12 +25,12 @@ from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import Entry
 from megavlm.models.cost import H100_FLOPS, ModelCost
 from megavlm.parallel.mesh import Layout
-from megavlm.run.capacity.activations import EXPERT_IMBALANCE
-from megavlm.run.capacity.memory import RunMemory
-from megavlm.run.capacity.rates import NODE, Rates
-from megavlm.run.capacity.serving import ServerModel
-from megavlm.run.capacity.weight_updates import received_bytes, server_layout, stored_bytes
-from megavlm.run.capacity.work import StepWork
+from megavlm.planner.activations import EXPERT_IMBALANCE
+from megavlm.planner.memory import RunMemory
+from megavlm.planner.rates import NODE, Rates
+from megavlm.planner.serving import ServerModel
+from megavlm.planner.weight_updates import received_bytes, server_layout, stored_bytes
+from megavlm.planner.work import StepWork
 from megavlm.training.step.balance import TreeSize
 from megavlm.training.step.pack_plan import Schedule, costs_of, plan_packs
 from megavlm.training.step.step_plan import schedule_of
