@@ -11,33 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megavlm import sglang_cpu
 from megavlm.config.algorithm import PolicyOptimization, replays_routing
 from megavlm.config.lora import SERVED_TARGETS
 from megavlm.config.schema import Config
 from megavlm.families import family
 
-CPU_SUPPORT = Path(__file__).resolve().parent / "cpu_support"
-
 ServerArgs = Mapping[str, str | int | float | bool | list[str] | None]
 
-# Measured on two cores: one thread and sleeping when idle are ten times as fast as the defaults.
-CPU_ARGS: ServerArgs = {
-    "attention_backend": "torch_native",
-    # The KV cache is sized by max_total_tokens. This fraction only decides how much memory other
-    # processes, such as ranks that load their model, may take before a starting server gives up.
-    "mem_fraction_static": 0.6,
-    "max_total_tokens": 20000,
-    "sleep_on_idle": True,
-    "skip_server_warmup": True,
-    # On a busy machine a forward of large images may take longer than SGLang's default of 300 s.
-    # Our own probes detect a server that hangs.
-    "watchdog_timeout": 86400,
-}
-# For a model with Gated DeltaNet: its recurrent states have a separate pool.
-LINEAR_CPU_ARGS: ServerArgs = {
-    "disable_overlap_schedule": True,  # SGLang does not support overlap for it on a CPU
-    "max_mamba_cache_size": 200,  # the default takes gigabytes for a tiny model
-}
 GPU_ARGS: ServerArgs = {
     # SGLang's rule for models with a vision tower would leave 0.3 of 80 GB free.
     "mem_fraction_static": 0.85,
@@ -114,8 +95,8 @@ class ServerOptions:
             "device": self.device,
             "dtype": self.dtype,
             "tp_size": self.tensor_parallel,
-            **(CPU_ARGS if self.device == "cpu" else {}),
-            **(LINEAR_CPU_ARGS if self.device == "cpu" and self._is_linear else {}),
+            **(sglang_cpu.ARGS if self.device == "cpu" else {}),
+            **(sglang_cpu.LINEAR_ARGS if self.device == "cpu" and self._is_linear else {}),
             "log_level": "warning",
             **self.server_args,
         }
@@ -166,19 +147,9 @@ class ServerOptions:
         }
         variables |= self.variables()
         if self.device == "cpu":
-            paths = [str(CPU_SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
-            variables |= {
-                "PYTHONPATH": os.pathsep.join(paths),
-                "SGLANG_USE_CPU_ENGINE": "1",
-                "MEGAVLM_SERVED_MODULES": self._served_modules,
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-            }
-            if self.tensor_parallel > 1:  # the core of each rank
-                cores = sorted(os.sched_getaffinity(0))
-                ranks = range(first_core, first_core + self.tensor_parallel)
-                bound = (str(cores[rank % len(cores)]) for rank in ranks)
-                variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
+            variables |= sglang_cpu.variables(
+                self._served_modules, self.tensor_parallel, first_core
+            )
         return variables
 
 

@@ -1,5 +1,5 @@
 """Compare attention over SGLang's KV cache under its own backend and under ours: run in a process
-that has cpu_support on its path. Prints a line of JSON: for each case the largest difference, the
+that has sglang_cpu on its path. Prints a line of JSON: for each case the largest difference, the
 cached tokens that ours reads, and the seconds of both.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 Ours = torch_native_backend.TorchNativeAttnBackend
 Own = Ours.__bases__[0]
-assert Ours.__name__ == "CacheAttention", "cpu_support is not on the path"
+assert Ours.__name__ == "CacheAttention", "sglang_cpu is not on the path"
 HEADS, KV_HEADS, SIZE, POOL = 4, 2, 32, 20000
 # Tokens of each sequence before the new ones, and the new ones.
 CASES = {

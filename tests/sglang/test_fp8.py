@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megavlm import sglang_cpu
 from megavlm.data.processor import Processor
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family_of
-from megavlm.inference.cpu_support.dequantisation import dequantised
 from megavlm.inference.server import ManagedServer
-from megavlm.inference.server_args import CPU_SUPPORT, FP8_ARGS, ServerOptions
+from megavlm.inference.server_args import FP8_ARGS, ServerOptions
+from megavlm.sglang_cpu.dequantisation import dequantised
 from megavlm.weight_sync.block_fp8 import SUFFIX
 from megavlm.weight_sync.sglang_layout import hub_tensors, piece_name
 from tests.conftest import DATA
@@ -113,7 +114,7 @@ layer.k_scale.data.fill_(3e-4)
 method.process_weights_after_loading(layer)
 print(layer.k_scale_float, layer.v_scale_float, layer.k_scale.item())
 """
-    folders = [CPU_SUPPORT, CPU_SUPPORT.parent / "server_support"]
+    folders = [sglang_cpu.FOLDER, sglang_cpu.FOLDER.parent / "inference" / "server_support"]
     path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", program],

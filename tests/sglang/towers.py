@@ -1,5 +1,5 @@
 """Compare the vision towers of SGLang's models under its own attention and under ours: run in a
-process that has cpu_support on its path. Prints a line of JSON with the largest difference for each
+process that has sglang_cpu on its path. Prints a line of JSON with the largest difference for each
 family, and the largest magnitude.
 """
 

@@ -25,7 +25,7 @@ LEVELS = [
     },
     {"config", "observability", "demo_folder"},
     {"task"},  # imports a task's modules when they are used
-    {"algorithms", "limited", "parallel"},
+    {"algorithms", "limited", "parallel", "sglang_cpu"},
     {"rewards"},
     {"environments", "data"},
     {"models"},
@@ -68,7 +68,7 @@ def modules() -> Iterator[tuple[Path, str]]:
     for top in ("megavlm", "checkpoint_tools"):
         for path in sorted((ROOT / top).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            if not {"cpu_support", "server_support"} & {*path.parts}:
+            if not {"sglang_cpu", "server_support"} & {*path.parts}:
                 yield path, name
 
 

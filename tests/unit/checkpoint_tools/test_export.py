@@ -22,12 +22,12 @@ from checkpoint_tools.import_hf import import_hf
 from checkpoint_tools.lora.adapters import AdapterPairs, Pair, Projection
 from checkpoint_tools.model_card import model_card
 from checkpoint_tools.weights import step_weights
+from megavlm import sglang_cpu
 from megavlm.checkpointing.folder import copy_hf_files
 from megavlm.config.data import Data
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.families import family_of
-from megavlm.inference.server_args import CPU_SUPPORT
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.parity.table import FAMILIES
@@ -122,7 +122,7 @@ def test_sglang_reads_what_transformers_leaves_out(hf_folder: Folder, tmp_path: 
     export_hf(checkpoint, out)
     done = subprocess.run(
         [sys.executable, "-c", READ, str(out / "config.json")],
-        env=os.environ | {"PYTHONPATH": str(CPU_SUPPORT)},
+        env=os.environ | {"PYTHONPATH": str(sglang_cpu.FOLDER)},
         capture_output=True,
         text=True,
     )

@@ -278,11 +278,11 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RANK" not in cpu and "LOCAL_RANK" not in cpu and "TORCHELASTIC_RUN_ID" not in cpu
     assert cpu["KEPT"] == "1" and cpu["SGLANG_USE_CPU_ENGINE"] == "1"
     assert len(cpu["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
-    assert cpu["PYTHONPATH"].split(os.pathsep)[0].endswith("cpu_support")
+    assert cpu["PYTHONPATH"].split(os.pathsep)[0].endswith("sglang_cpu")
     assert cpu["MEGAVLM_SERVED_MODULES"] == ""  # there is no model in the folder
     assert "SGLANG_VLM_CACHE_SIZE_MB" not in cpu
     cuda = ServerOptions("model", "bfloat16", "cuda", cache_images=False).environment()
-    assert "SGLANG_USE_CPU_ENGINE" not in cuda and "cpu_support" not in cuda["PYTHONPATH"]
+    assert "SGLANG_USE_CPU_ENGINE" not in cuda and "sglang_cpu" not in cuda["PYTHONPATH"]
     assert cuda["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
     cuda = ServerOptions("model", "bfloat16", "cuda").environment()
     assert cuda["SGLANG_VLM_CACHE_SIZE_MB"] == "512", "also for Qwen3-VL on Hopper"

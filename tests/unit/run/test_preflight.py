@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from megavlm import sglang_cpu
 from megavlm.config.load import load
-from megavlm.inference.server_args import CPU_ARGS, GPU_ARGS, SHARED_GPU_ARGS, option_names
+from megavlm.inference.server_args import GPU_ARGS, SHARED_GPU_ARGS, option_names
 from megavlm.run.checks import model_folder, preflight
 from tests.conftest import LFS_POINTER, TINY_CONFIG, png, row, write_model_folder, write_rows
 from tests.support.releases import RELEASES
@@ -161,8 +162,8 @@ def test_options_of_servers_are_sglangs(write_recipe: WriteRecipe) -> None:
 
 
 def test_the_options_that_megavlm_sets_are_sglangs() -> None:
-    used = {*CPU_ARGS, *GPU_ARGS, *SHARED_GPU_ARGS, "tp_size", "disable_radix_cache", "enable_lora"}
-    used |= {"cuda_graph_max_bs_decode"}
+    used = {*sglang_cpu.ARGS, *GPU_ARGS, *SHARED_GPU_ARGS}
+    used |= {"tp_size", "disable_radix_cache", "enable_lora", "cuda_graph_max_bs_decode"}
     assert used <= option_names()
 
 

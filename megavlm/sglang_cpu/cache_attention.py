@@ -14,8 +14,8 @@ from sglang.srt.layers.attention import torch_native_backend
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megavlm.inference.cpu_support.cache_calls import Call, plan
-    from megavlm.inference.cpu_support.speculation import chains
+    from megavlm.sglang_cpu.cache_calls import Call, plan
+    from megavlm.sglang_cpu.speculation import chains
 else:  # megavlm need not be importable in a server
     from cache_calls import Call, plan
     from speculation import chains

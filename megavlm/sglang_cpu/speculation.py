@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megavlm.inference.cpu_support.sgl_kernel.draft_chains import verify_tree_greedy_cpu
+    from megavlm.sglang_cpu.sgl_kernel.draft_chains import verify_tree_greedy_cpu
 else:  # megavlm need not be importable in a server
     from sgl_kernel.draft_chains import verify_tree_greedy_cpu
 

@@ -49,7 +49,7 @@ from typing import Any
 
 def _load_torchvision_ops() -> ModuleType:
     """Load the module by its path, because megavlm need not be importable in these processes."""
-    path = Path(__file__).resolve().parents[2] / "parallel" / "torchvision_ops.py"
+    path = Path(__file__).resolve().parents[1] / "parallel" / "torchvision_ops.py"
     spec = importlib.util.spec_from_file_location("_torchvision_ops", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -4,24 +4,21 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-import megavlm.inference
+from megavlm import sglang_cpu
 from megavlm.families import FAMILIES
-from megavlm.inference.cpu_support.cumulative_sampling import draw
+from megavlm.sglang_cpu.cumulative_sampling import draw
 from tests.support.timeouts import scaled
-
-SUPPORT = Path(megavlm.inference.__file__).parent / "cpu_support"
 
 
 def run(program: str, **variables: str) -> str:
     """Output of a program in a process with the support on its path and megavlm not importable."""
     result = subprocess.run(
         [sys.executable, "-P", "-c", program],
-        env=os.environ | {"PYTHONPATH": str(SUPPORT)} | variables,
+        env=os.environ | {"PYTHONPATH": str(sglang_cpu.FOLDER)} | variables,
         cwd="/",
         capture_output=True,
         text=True,
