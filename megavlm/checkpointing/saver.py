@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from datetime import timedelta
 from typing import Any, Self
 
 import torch
@@ -34,17 +33,15 @@ class Saver:
     manager it finishes a save that was begun, even if the body raised.
     """
 
-    def __init__(
-        self, target: SaveTarget, *, background: bool, timeout: timedelta = TIMEOUT
-    ) -> None:
-        """Create the ranks' group. Collective. `timeout`: time that a rank waits for others."""
+    def __init__(self, target: SaveTarget, *, background: bool) -> None:
+        """Create the ranks' group. Collective."""
         self._target = target
         self._background = background
         self._running: Future[None] | None = None
         self._what = ""
         self._group: dist.ProcessGroup | None = None
         if background:
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
             self._threads = ThreadPoolExecutor(1, "checkpoint")
 
     def save(

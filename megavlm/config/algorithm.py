@@ -99,16 +99,13 @@ class PolicyOptimization(Section):
     training and rollout engine, for each token or for each sequence (the product over its tokens).
     See fengyao.notion.site/off-policy-rl."""
 
-    importance_mode: Literal["truncate", "mask"] = "truncate"
-    """Handling of large importance weights. `truncate` limits them to `importance_cap` (TIS);
-    `mask` sets weights outside of `importance_floor`..`importance_cap` to 0 (IcePop, arXiv
-    2510.18855)."""
-
     importance_cap: float = bounded(2.0, least=1)
-    """Largest importance weight."""
+    """Largest importance weight. Larger ones are truncated to it (TIS), or set to 0 with
+    `importance_floor`."""
 
-    importance_floor: float = bounded(0.0, least=0, most=1)
-    """Smallest importance weight with `importance_mode` mask."""
+    importance_floor: float | None = bounded(None, least=0, most=1)
+    """Smallest importance weight. Weights outside of `importance_floor`..`importance_cap` are set
+    to 0 (IcePop, arXiv 2510.18855). Null sets no bound, and truncates to the cap."""
 
     reject_below: float | None = bounded(None, above=0, below=1)
     """Do not train on sequences whose geometric mean of p_trainer / p_rollout is below this value.
@@ -218,16 +215,11 @@ class PolicyOptimization(Section):
                 "algorithm.old_logprobs=rollout computes none of the trainer's: set "
                 "algorithm.importance=none and no bounds, or algorithm.old_logprobs=trainer"
             )
-        if self.importance_mode == "mask" and self.importance == "none":
+        if self.importance_floor is not None and self.importance == "none":
             raise ValueError(
-                "algorithm.importance_mode=mask has nothing to mask with "
-                "algorithm.importance=none: set algorithm.importance=token or sequence, or "
-                "algorithm.importance_mode=truncate"
-            )
-        if self.importance_floor and self.importance_mode != "mask":
-            raise ValueError(
-                f"algorithm.importance_floor={self.importance_floor} is a bound of masks: "
-                "set algorithm.importance_mode=mask, or algorithm.importance_floor=0"
+                f"algorithm.importance_floor={self.importance_floor} has nothing to mask with "
+                "algorithm.importance=none: set algorithm.importance=token or sequence, or remove "
+                "it"
             )
 
 
@@ -286,9 +278,6 @@ class PPO(PolicyOptimization):
 
     gae_level: Literal["token", "turn"] = "token"
     """Unit that generalised advantage estimation treats as one action: a token, or a whole turn."""
-
-    normalize_advantages: bool = True
-    """Normalise advantages to mean 0 and standard deviation 1 over all tokens of a step."""
 
     value_coefficient: float = bounded(0.5, above=0)
     """Coefficient of a shared critic's loss when it is added to the policy loss."""

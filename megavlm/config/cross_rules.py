@@ -109,12 +109,6 @@ def _check_algorithm(config: Config) -> None:
             f"parallel.data={ranks} ranks: raise one of the first or lower another"
         )
     new = config.rollout.max_new_tokens
-    if config.rollout.top_p != 1:
-        raise ValueError(
-            f"rollout.top_p={config.rollout.top_p} cuts the distribution over whose whole the "
-            "trainer computes log-probs, so they would not be the sampler's: set rollout.top_p=1.0 "
-            f"for {algorithm.name}"
-        )
     if algorithm.overlong_buffer > new:
         raise ValueError(
             f"algorithm.overlong_buffer={algorithm.overlong_buffer} is above "
@@ -300,20 +294,17 @@ def _check_warmup(config: Config) -> None:
 
 
 def _check_optimizer(config: Config) -> None:
-    if config.optimizer.grad_reduce_in_bf16 and config.model.dtype != "bfloat16":
-        raise ValueError(
-            "optimizer.grad_reduce_in_bf16=true halves the gradients of a model in bfloat16, but "
-            f"model.dtype={config.model.dtype}: set the first to false or the second to bfloat16"
-        )
     if config.optimizer.offload and config.rollout.colocate:
         raise ValueError(
             "optimizer.offload=true moves the optimizer's state at each update, and "
             "rollout.colocate=true whenever the GPUs change hands: set one of them to false"
         )
-    if config.optimizer.precision_aware and config.model.dtype != "bfloat16":
+    is_aware = config.optimizer.megatron_options["use_precision_aware_optimizer"]
+    if is_aware and config.model.dtype != "bfloat16":
         raise ValueError(
-            "optimizer.precision_aware=true keeps what weights in bfloat16 lack, but "
-            f"model.dtype={config.model.dtype}: set the first to false or the second to bfloat16"
+            "optimizer.megatron.use_precision_aware_optimizer=true keeps what weights in bfloat16 "
+            f"lack, but model.dtype={config.model.dtype}: set the first to false or the second to "
+            "bfloat16"
         )
 
 

@@ -20,6 +20,19 @@ from megavlm.config.schema import Config
 from megavlm.config.section import MISSING
 
 SECTIONS: dict[str, Any] = get_type_hints(Config)
+# Keys of earlier recipes, and what to write in their place.
+MOVED = {
+    "optimizer.betas": "optimizer.megatron.adam_beta1 and adam_beta2",
+    "optimizer.eps": "optimizer.megatron.adam_eps",
+    "optimizer.grad_reduce_in_bf16": "optimizer.megatron.grad_reduce_in_fp32=false",
+    "optimizer.precision_aware": "optimizer.megatron.use_precision_aware_optimizer",
+    **{
+        f"optimizer.{name}": f"optimizer.megatron.{name}"
+        for name in (
+            "overlap_grad_reduce", "overlap_param_gather", "exp_avg_dtype", "exp_avg_sq_dtype"
+        )
+    },
+}  # fmt: skip
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -98,6 +111,8 @@ def _check_known(section: str, given: Iterable[Any], classes: Mapping[str, Any])
     for key in map(str, given):
         if key in known:
             continue
+        if moved := MOVED.get(prefix + key):
+            raise ValueError(f"{prefix}{key} has moved: set {moved}")
         near = [elsewhere[key]] if key in elsewhere else []
         near += [f"{prefix}{name}" for name in difflib.get_close_matches(key, known, n=1)]
         near += [elsewhere[name] for name in difflib.get_close_matches(key, elsewhere, n=1)]
@@ -156,9 +171,7 @@ def _words(kind: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(str, arguments)) if arguments[1:] else str(arguments[0])
     if origin in (tuple, list):
-        exact = origin is tuple and arguments[-1] is not Ellipsis
-        many = f"a list of {len(arguments)}" if exact else "a list"
-        return f"{many}, each {_words(arguments[0])}"
+        return f"a list, each {_words(arguments[0])}"
     if origin is dict:
         known = is_dataclass(arguments[1])
         return f"labels, each with {_words(arguments[1])}" if known else "keys with values"

@@ -1,11 +1,32 @@
-"""The `optimizer` section: AdamW and its learning-rate schedule."""
+"""The `optimizer` section: AdamW, its learning-rate schedule, and megatron-core's options."""
 
-from dataclasses import dataclass
-from typing import Literal
+import difflib
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from megavlm.config.section import Section, bounded, follows
 
 MOST_BETA_IN_BF16 = 0.99  # an update of 1 % is 2.5 rounding steps of bfloat16
+
+# Options of megatron-core that a recipe may set, and their values without it. Its other options are
+# set from other keys, have no effect here, or do not go with megavlm's buffers and checkpoints.
+MEGATRON_DEFAULTS: dict[str, bool | float | str] = {
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "adam_eps": 1e-8,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "grad_reduce_in_fp32": True,
+    "use_precision_aware_optimizer": False,
+    "exp_avg_dtype": "float32",
+    "exp_avg_sq_dtype": "float32",
+}
+# Options without effect unless another one is true.
+_NEEDED = {
+    "overlap_param_gather": "overlap_grad_reduce",
+    "exp_avg_dtype": "use_precision_aware_optimizer",
+    "exp_avg_sq_dtype": "use_precision_aware_optimizer",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +58,6 @@ class Optimizer(Section):
     """Steps over which the learning rate rises linearly from 0. Null uses an eighth of the steps in
     which the model is trained, at most 20."""
 
-    betas: tuple[float, float] = bounded((0.9, 0.95), least=0, below=1)
-    """Decay rates of the first and second moment. 0.95 instead of 0.999 forgets old gradients
-    sooner, as is usual for language models (arXiv 2005.14165)."""
-
-    eps: float = bounded(1e-8, above=0)
-    """Term added to the denominator of an update."""
-
     weight_decay: float = bounded(0.01, least=0)
     """Decoupled weight decay of matrices; it is not applied to biases and norms."""
 
@@ -51,62 +65,62 @@ class Optimizer(Section):
     """Maximum norm of the gradient over all weights; a larger gradient is scaled down to it. 0
     turns clipping off."""
 
-    overlap_grad_reduce: bool = False
-    """Reduce gradients over the data and context axes bucket by bucket during the last backward
-    pass of an update, instead of all at once after it. Gradients of a trained tower are always
-    reduced after it, because some packs do not use the tower."""
-
-    overlap_param_gather: bool = False
-    """Gather updated parameters over the data and context axes during the next forward pass, in
-    which each layer waits for its own parameters. It helps where a forward pass follows an update:
-    with several updates in a step, and in SFT. It needs `optimizer.overlap_grad_reduce`."""
-
-    grad_reduce_in_bf16: bool = False
-    """Keep and reduce gradients in bfloat16. It halves their memory and traffic, but long sums over
-    packs and ranks are less exact than in float32. It needs `model.dtype: bfloat16`."""
-
-    precision_aware: bool = False
-    """Use megatron-core's precision-aware optimizer. It stores only the 16 bits of each fp32 main
-    weight that the bfloat16 weight lacks, and reads gradients as they were reduced, without a copy
-    in float32. The updates are the same, with 10 bytes of optimizer state per parameter instead of
-    12, and fewer with the next two keys. It needs Transformer Engine and
-    `model.dtype: bfloat16`."""
-
-    exp_avg_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of Adam's first moment between updates; updates are computed in float32. bfloat16
-    rounds the moment to 8 bits and takes 2 bytes instead of 4. It needs
-    `optimizer.precision_aware`."""
-
-    exp_avg_sq_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of Adam's second moment between updates, like `optimizer.exp_avg_dtype`. With
-    bfloat16 the second entry of `optimizer.betas` must be at most 0.99: above, the change by an
-    update is smaller than the rounding, so that the moment would never change."""
-
     offload: bool = False
     """Keep the optimizer's state in pinned host memory except during its step, so that activations
     can use the GPU memory. The state crosses PCIe twice in each update. It cannot be combined with
     `rollout.colocate`, which moves the state, too."""
 
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Options of megatron-core by its own names, such as {overlap_grad_reduce: true}: adam_beta1
+    (0.9), adam_beta2 (0.95, which forgets old gradients sooner than 0.999, as is usual for language
+    models, arXiv 2005.14165), adam_eps (1e-8), overlap_grad_reduce, overlap_param_gather,
+    grad_reduce_in_fp32 (true), use_precision_aware_optimizer, exp_avg_dtype and exp_avg_sq_dtype
+    (float32). The page on layouts says what they save."""
+
+    @property
+    def megatron_options(self) -> dict[str, Any]:
+        """All of megatron-core's options that a recipe may set, with their values."""
+        return MEGATRON_DEFAULTS | self.megatron
+
     def check(self) -> None:
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
-            raise ValueError(
-                "optimizer.overlap_param_gather=true is for runs that overlap gradients too: set "
-                "optimizer.overlap_grad_reduce=true or optimizer.overlap_param_gather=false"
-            )
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            if getattr(self, name) != "float32" and not self.precision_aware:
-                raise ValueError(
-                    f"optimizer.{name}={getattr(self, name)} is for the precision-aware optimizer: "
-                    f"set optimizer.precision_aware=true or optimizer.{name}=float32"
-                )
-        if self.exp_avg_sq_dtype == "bfloat16" and self.betas[1] > MOST_BETA_IN_BF16:
-            raise ValueError(
-                f"optimizer.betas={list(self.betas)} changes the second moment by less than "
-                "optimizer.exp_avg_sq_dtype=bfloat16 rounds off: set its second entry to "
-                f"{MOST_BETA_IN_BF16} or less, or optimizer.exp_avg_sq_dtype=float32"
-            )
         if self.min_lr > self.lr:
             raise ValueError(
                 f"optimizer.min_lr={self.min_lr} is above optimizer.lr={self.lr}: "
                 "lower it or raise the other"
             )
+        for name, value in self.megatron.items():
+            _check_option(name, value)
+        options = self.megatron_options
+        for name, needed in _NEEDED.items():
+            if options[name] != MEGATRON_DEFAULTS[name] and not options[needed]:
+                raise ValueError(
+                    f"optimizer.megatron.{name} has no effect without {needed}: set "
+                    f"optimizer.megatron.{needed}=true, or remove it"
+                )
+        beta = options["adam_beta2"]
+        if options["exp_avg_sq_dtype"] == "bfloat16" and beta > MOST_BETA_IN_BF16:
+            raise ValueError(
+                f"optimizer.megatron.adam_beta2={beta} changes the second moment by less than "
+                "optimizer.megatron.exp_avg_sq_dtype=bfloat16 rounds off: set it to "
+                f"{MOST_BETA_IN_BF16} or less, or the other to float32"
+            )
+
+
+def _check_option(name: str, value: Any) -> None:
+    """Raise ValueError for an option of megatron-core that a recipe cannot set to this value."""
+    if name not in MEGATRON_DEFAULTS:
+        near = difflib.get_close_matches(name, MEGATRON_DEFAULTS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(
+            f"optimizer.megatron.{name} is not an option of megatron-core that recipes set: {hint}"
+            f"they are {', '.join(MEGATRON_DEFAULTS)}"
+        )
+    kind = type(MEGATRON_DEFAULTS[name])
+    if kind is str:
+        holds, words = value in ("float32", "bfloat16"), "float32 or bfloat16"
+    elif kind is bool:
+        holds, words = isinstance(value, bool), "true or false"
+    else:
+        holds, words = isinstance(value, float) and 0 < value < 1, "a number between 0 and 1"
+    if not holds:
+        raise ValueError(f"optimizer.megatron.{name}={value} is out of range: set it to {words}")

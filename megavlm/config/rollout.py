@@ -89,10 +89,6 @@ class Rollout(Section):
     """Sampling temperature of training rollouts and of the sampled evaluation. The trainer computes
     its log-probs at the same temperature."""
 
-    top_p: float = bounded(1.0, above=0, most=1)
-    """Nucleus sampling threshold. It must be 1 for policy optimisation, whose log-probs are over
-    the whole vocabulary."""
-
     max_new_tokens: int = bounded(4, least=1)
     """Maximum length of the response of a turn in tokens. The default suits the demo's one-word
     answers."""

@@ -37,11 +37,6 @@ class RunConfig(Section):
     addresses, keys and projects by environment variables of the packages. A tracker that fails does
     not end the run (metric `tracker_failures`)."""
 
-    timeout: float = bounded(24.0, above=0.0)
-    """Hours that a rank waits for another in a collective before the run ends with an error. The
-    other ranks wait while rank 0 generates rollouts and evaluates; 24 hours let the longest of
-    these finish. `run.watchdog` ends a run that hangs much sooner."""
-
     watchdog: float = bounded(3600.0, least=0.0)
     """Seconds without progress on any rank after which a run is considered hung. The stacks of all
     ranks and of the servers are then written, the rank that the others wait for is named, and the

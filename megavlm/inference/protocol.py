@@ -60,7 +60,6 @@ class Sampling:
 
     temperature: float
     max_new_tokens: int
-    top_p: float = 1.0
     suppressed_ids: tuple[int, ...] = ()
     stop_ids: tuple[int, ...] = ()
     adapter: str | None = None
@@ -284,7 +283,7 @@ def _first_unrouted(prompt: "Prompt", begun: Sequence[Response]) -> int:
 def _parameters(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
     parameters: dict[str, Any] = {
         "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
+        "top_p": 1.0,  # SGLang would take the model's own
         "max_new_tokens": max_new_tokens,
     }
     if sampling.suppressed_ids:

@@ -15,7 +15,9 @@ from megavlm.parallel import platform
 
 ShardAxis = Literal["tensor", "expert_tensor"]
 
-TIMEOUT = timedelta(minutes=30)
+# Time that a rank waits for others in a collective. Rank 0 generates rollouts and evaluates
+# meanwhile; run.watchdog ends a run that hangs much sooner.
+TIMEOUT = timedelta(hours=24)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,20 +113,17 @@ class Mesh:
         return self.expert_tensor_rank, self.layout.expert_tensor
 
 
-def init_distributed(timeout: timedelta = TIMEOUT) -> None:
-    """Join the ranks that torchrun started. A program started without it is a single rank.
-
-    timeout: Time that a rank waits for others in any collective.
-    """
+def init_distributed() -> None:
+    """Join the ranks that torchrun started. A program started without it is a single rank."""
     platform.start(int(os.environ.get("LOCAL_RANK", "0")))
     if dist.is_initialized():
         return
     if "RANK" in os.environ:
-        dist.init_process_group(platform.backend(), timeout=timeout)
+        dist.init_process_group(platform.backend(), timeout=TIMEOUT)
     else:
         store = dist.HashStore()
         dist.init_process_group(
-            platform.backend(), store=store, rank=0, world_size=1, timeout=timeout
+            platform.backend(), store=store, rank=0, world_size=1, timeout=TIMEOUT
         )
 
 

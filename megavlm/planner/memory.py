@@ -10,7 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
+
 from megavlm.config.algorithm import PolicyOptimization
+from megavlm.config.optimizer import Optimizer
 from megavlm.config.schema import Config
 from megavlm.families import family
 from megavlm.inference.server_args import GPU_ARGS
@@ -176,11 +179,11 @@ def _stage(config: Config, hf_config: Any, group: EqualRanks, world_size: int) -
     )
     optimizer = sum(optimizer_bytes(x, config, world_size) for x in trained)
     in_step = config.optimizer.offload * optimizer
+    gradients = sum(x.numel * gradient_bytes(x.dtype, config.optimizer) for x in trained)
     return StageMemory(
         ranks=group.ranks,
         weights=sum(x.bytes for x in held),
-        gradients=(2.0 if config.optimizer.grad_reduce_in_bf16 else 4.0)
-        * sum(x.numel for x in trained),
+        gradients=float(gradients),
         optimizer=optimizer - in_step,
         step=in_step + sum(step_bytes(x, config, world_size) for x in trained),
         activations=_in_flight(config, stage) * kept + passing,
@@ -191,33 +194,38 @@ def _stage(config: Config, hf_config: Any, group: EqualRanks, world_size: int) -
     )
 
 
+def gradient_bytes(dtype: torch.dtype, optimizer: Optimizer) -> int:
+    """Return the bytes of one element of the gradient of a parameter of this dtype."""
+    return 4 if optimizer.megatron_options["grad_reduce_in_fp32"] else dtype.itemsize
+
+
 def optimizer_bytes(parameter: ParameterSize, config: Config, world_size: int) -> float:
     """Return the bytes of a rank's shard of Adam's state: two moments and, for a parameter in half
-    precision, an fp32 copy, or with precision_aware only the missing 16 bits. The state is sharded
-    over the ranks that hold the parameter.
+    precision, an fp32 copy, or with the precision-aware optimizer only the missing 16 bits. The
+    state is sharded over the ranks that hold the parameter.
     """
     is_half = parameter.dtype.itemsize < 4
-    copy = (2 if config.optimizer.precision_aware else 4) * is_half
+    is_aware = config.optimizer.megatron_options["use_precision_aware_optimizer"]
+    copy = (2 if is_aware else 4) * is_half
     moments = sum(4 - 2 * is_rounded for is_rounded in _rounded_moments(config))
     return _shard(parameter, config, world_size) * (moments + copy)
 
 
 def step_bytes(parameter: ParameterSize, config: Config, world_size: int) -> float:
     """Return the bytes of a rank's fp32 copies during the optimizer's step. Moments and gradients
-    in bfloat16 are copied, except gradients with precision_aware, because that optimizer reads
+    in bfloat16 are copied, except gradients with the precision-aware optimizer, which reads
     bfloat16.
     """
-    optimizer = config.optimizer
     copies = sum(_rounded_moments(config))
-    if parameter.dtype.itemsize < 4:
-        copies += optimizer.grad_reduce_in_bf16 and not optimizer.precision_aware
+    if not config.optimizer.megatron_options["use_precision_aware_optimizer"]:
+        copies += gradient_bytes(parameter.dtype, config.optimizer) < 4
     return _shard(parameter, config, world_size) * 4 * copies
 
 
 def _rounded_moments(config: Config) -> tuple[bool, bool]:
     """Return for each of Adam's two moments whether it is kept in bfloat16."""
-    optimizer = config.optimizer
-    return optimizer.exp_avg_dtype == "bfloat16", optimizer.exp_avg_sq_dtype == "bfloat16"
+    options = config.optimizer.megatron_options
+    return options["exp_avg_dtype"] == "bfloat16", options["exp_avg_sq_dtype"] == "bfloat16"
 
 
 def _shard(parameter: ParameterSize, config: Config, world_size: int) -> float:

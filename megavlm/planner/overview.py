@@ -92,7 +92,7 @@ def remedies(load: Load, hf_config: Any, world_size: int, gpu: float) -> Iterato
     parallel, data = config.parallel, config.data
     changes: tuple[dict[str, Any], ...] = (
         *map(recompute_keys, recomputations(hf_config)[1:]),
-        {"optimizer.precision_aware": "true"},
+        {"optimizer.megatron.use_precision_aware_optimizer": "true"},
         {"parallel.tensor": 2 * parallel.tensor, "parallel.sequence": "true"},
         {"parallel.pipeline": 2 * parallel.pipeline},
         {"parallel.context": 2 * parallel.context},

@@ -147,7 +147,8 @@ def held_bytes(config: Config, hf_config: Any) -> tuple[float, float]:
     options = ModelOptions.from_config(config)
     entries = family(hf_config.model_type).mapping(hf_config)
     trained = () if config.lora.rank else trained_entries(entries, options, None)
-    gradient = 2 if config.optimizer.grad_reduce_in_bf16 else 4
+    in_fp32 = config.optimizer.megatron_options["grad_reduce_in_fp32"]
+    gradient = 4 if in_fp32 else options.dtype.itemsize
     found = {False: 0.0, True: 0.0}
     for index, entry in enumerate(entries):
         each = options.dtype.itemsize + gradient * (index in trained)

@@ -114,7 +114,6 @@ def sampling(config: Config, processor: Processor) -> Sampling:
     rollout = config.rollout
     return Sampling(
         temperature=rollout.temperature,
-        top_p=rollout.top_p,
         max_new_tokens=rollout.max_new_tokens,
         vocab_size=processor.vocab_size,
         suppressed_ids=processor.suppressed_ids if rollout.suppress_special_tokens else (),

@@ -2,7 +2,6 @@
 
 import time
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from megavlm.observability.report import REPORT_FILE, write_report
 from megavlm.observability.result import build_result, write_result
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import barrier
-from megavlm.parallel.mesh import Layout, build_mesh, init_distributed, own_store, shutdown
+from megavlm.parallel.mesh import TIMEOUT, Layout, build_mesh, init_distributed, own_store, shutdown
 from megavlm.parallel.watchdog import Watchdog
 from megavlm.process import STACKS, ExitCode
 from megavlm.run.checks.reachable_files import check_reachable_files
@@ -43,9 +42,8 @@ def train(config: Config, progress: Progress) -> bool:
     rank; rank 0 is also the driver and starts the servers.
     """
     limit = TimeLimit(config.run.time_limit, time.time() - progress.elapsed)
-    timeout = timedelta(hours=config.run.timeout)
-    init_distributed(timeout)
-    mesh = build_mesh(Layout.from_config(config.parallel), seed=config.run.seed, timeout=timeout)
+    init_distributed()
+    mesh = build_mesh(Layout.from_config(config.parallel), seed=config.run.seed)
     check_reachable_files(config)
     phases = Phases(
         platform.synchronize, begun=progress.show, before={"start of ranks": progress.elapsed}
@@ -63,7 +61,7 @@ def train(config: Config, progress: Progress) -> bool:
         stack.enter_context(watchdog)
         connection, remote = None, list[RemoteServer]()
         if config.rollout.colocate and generates(config) and mesh.ranks_per_node < mesh.world_size:
-            nodes = servers_of_nodes(config, config.model.folder, mesh, timeout)
+            nodes = servers_of_nodes(config, config.model.folder, mesh, TIMEOUT)
             remote += stack.enter_context(nodes)
         changed: list[str] = []
         if mesh.is_driver:

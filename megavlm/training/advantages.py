@@ -103,13 +103,12 @@ def add_value_advantages(
     *,
     kl_coefficient: float,
     over_context: Reduce,
-    over_all: Reduce,
 ) -> None:
     """Add `advantages` and `returns` to the packs' columns. Collective.
 
     packs: The packs of all minibatches of the step, in the same order on every context rank.
     kl_coefficient: Weight of the KL in the reward; 0 leaves the KL out. over_context: Sum over the
-    context ranks of a pack. over_all: Sum over all ranks that hold packs.
+    context ranks of a pack.
     """
     for pack in packs:
         columns = _whole(pack, over_context)
@@ -119,8 +118,6 @@ def add_value_advantages(
         advantages, returns = _gae(rewards, columns, settings)
         columns = replace(columns, advantages=advantages, returns=returns)
         pack.columns = columns.select(pack.target_index)
-    if settings.normalize_advantages:
-        whiten_advantages(packs, over_all=over_all)
 
 
 def whiten_advantages(packs: Sequence[Pack], *, over_all: Reduce) -> None:

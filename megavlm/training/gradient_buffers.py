@@ -35,12 +35,10 @@ def wrap(
     shard_optimizer: If true, each data rank gets only its shard of the reduced gradient; otherwise
     all of it.
     """
-    settings = settings or Optimizer()
+    options = (settings or Optimizer()).megatron_options
     ddp_config = DistributedDataParallelConfig(
+        **{key: options[key] for key in options if hasattr(DistributedDataParallelConfig, key)},
         use_distributed_optimizer=shard_optimizer,
-        grad_reduce_in_fp32=not settings.grad_reduce_in_bf16,
-        overlap_grad_reduce=settings.overlap_grad_reduce,
-        overlap_param_gather=settings.overlap_param_gather,
         align_param_gather=True,  # a layer's forward only waits for its own gather
     )
     config = chunks[0].config
@@ -54,12 +52,12 @@ def wrap(
         )
         for index, chunk in enumerate(chunks)
     ]
-    if settings.overlap_grad_reduce:
+    if ddp_config.overlap_grad_reduce:
         syncs = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
         for chunk in wrapped:
             _reduce_tower_last(chunk)
-    if settings.overlap_param_gather:
+    if ddp_config.overlap_param_gather:
         for chunk in wrapped:
             _wait_for_output_weight(chunk)
             for group in _groups(chunk):

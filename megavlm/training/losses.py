@@ -218,10 +218,10 @@ def _correction(
             ratios = importance.token_ratios(old, rollout)
         else:
             ratios = importance.sequence_ratios(old, rollout, ids, num, reduce)
-        if settings.importance_mode == "truncate":
-            weights = importance.truncated(ratios, settings.importance_cap)
+        floor, cap = settings.importance_floor, settings.importance_cap
+        if floor is None:
+            weights = importance.truncated(ratios, cap)
         else:
-            floor, cap = settings.importance_floor, settings.importance_cap
             weights = importance.masked(ratios, floor, cap)
         measures["corrected"] = (weights != ratios).float().sum()
     below, above = settings.reject_below, settings.reject_above

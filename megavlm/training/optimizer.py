@@ -278,27 +278,23 @@ def build_updater(
             "lora.targets chooses nothing on one of the pipeline stages, whose optimizer could not "
             "be resumed: choose targets on every stage, or set parallel.pipeline=1"
         )
-    if settings.precision_aware and settings.grad_reduce_in_bf16:
+    options = settings.megatron_options
+    if options["use_precision_aware_optimizer"] and not options["grad_reduce_in_fp32"]:
         _check_one_dtype(chunks)
     warmup = settings.warmup_steps * updates_per_step
     wrapped = wrap(chunks, settings)
     dtype = chunks[0].config.params_dtype
+    dtypes = {key: getattr(torch, options[key]) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")}
     config = OptimizerConfig(
+        **{key: options[key] for key in options if hasattr(OptimizerConfig, key)} | dtypes,
         optimizer="adam",
         lr=settings.lr,
         min_lr=settings.min_lr,
         weight_decay=settings.weight_decay,
-        adam_beta1=settings.betas[0],
-        adam_beta2=settings.betas[1],
-        adam_eps=settings.eps,
         clip_grad=settings.clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=True,
-        overlap_param_gather=settings.overlap_param_gather,
-        use_precision_aware_optimizer=settings.precision_aware,
-        exp_avg_dtype=getattr(torch, settings.exp_avg_dtype),
-        exp_avg_sq_dtype=getattr(torch, settings.exp_avg_sq_dtype),
     )
     overrides = get_standard_config_overrides(config)
     if dtype != torch.float32:
@@ -362,9 +358,9 @@ def _check_one_dtype(chunks: Sequence[VisionLanguageModel]) -> None:
     trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
     if any_rank(any(p.dtype == torch.float32 for p in trained)):
         raise ValueError(
-            "optimizer.precision_aware=true reads gradients as they are reduced, but with "
-            "optimizer.grad_reduce_in_bf16=true those of this model are of two dtypes, as some of "
-            "its parameters stay in float32: set one of the keys to false"
+            "optimizer.megatron.use_precision_aware_optimizer=true reads gradients as they are "
+            "reduced, but with optimizer.megatron.grad_reduce_in_fp32=false those of this model "
+            "are of two dtypes, as some of its parameters stay in float32: change one of them"
         )
 
 

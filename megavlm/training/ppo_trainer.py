@@ -10,7 +10,7 @@ from megavlm.checkpointing.save import PendingSave
 from megavlm.config.algorithm import PPO
 from megavlm.parallel.collectives import reduce_measures, summing
 from megavlm.parallel.offload import Offloadable
-from megavlm.training.advantages import add_value_advantages
+from megavlm.training.advantages import add_value_advantages, whiten_advantages
 from megavlm.training.colocate import trainer_memory
 from megavlm.training.critic import Critic
 from megavlm.training.driver import Driver
@@ -73,8 +73,8 @@ class PPOTrainer(PolicyTrainer):
                 self.ppo,
                 kl_coefficient=self.state["kl_coefficient"] if self.kl_in_reward else 0.0,
                 over_context=self.over_context,
-                over_all=summing(mesh.groups.dp_cp),
             )
+            whiten_advantages(batch.packs, over_all=summing(mesh.groups.dp_cp))
 
     def add_shared_values(self, batch: RankBatch, features: VisionFeatures) -> None:
         """Add values and old log-probs to every pack, from a single pass. Collective."""

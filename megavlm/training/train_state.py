@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -101,8 +100,7 @@ class TrainState:
                 higher_is_better=kept.best_mode == "max",
             ),
         )
-        timeout = timedelta(hours=config.run.timeout)
-        saver = Saver(target, background=kept.async_save, timeout=timeout)
+        saver = Saver(target, background=kept.async_save)
         beat_with_passes(model, phases)
         return cls(
             config=config,

@@ -3,7 +3,6 @@ updates, whatever the ranks' last packs use.
 """
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,14 @@ from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS
 from tests.support.columns import columns
 from tests.support.fork import launch
 from tests.support.levels import slow
+from tests.unit.checkpointing.ranks import SmallBuckets
 
 pytestmark = pytest.mark.distributed
-BUCKET = 20_000  # parameters: a tiny model has several buckets, which mix tower and layers
 ADAPTERS = LoRA(rank=4, targets=("language.attention", "language.mlp", "vision.attention"))
 # The norm is summed in another order, so that clipping would change the last bits.
 PLAIN = replace(SETTINGS, clip_grad=0.0)
-GRADIENTS = replace(PLAIN, overlap_grad_reduce=True)
-BOTH = replace(GRADIENTS, overlap_param_gather=True)
+GRADIENTS = replace(PLAIN, megatron={"overlap_grad_reduce": True})
+BOTH = replace(PLAIN, megatron={"overlap_grad_reduce": True, "overlap_param_gather": True})
 
 
 def updates(
@@ -39,9 +38,7 @@ def updates(
     the last update whether its reduction began in the backward.
     """
     ranks = (LAYOUTS | EXPERT_LAYOUTS)[layout]
-    gradient_buffers.DistributedDataParallelConfig = partial(
-        gradient_buffers.DistributedDataParallelConfig, bucket_size=BUCKET
-    )
+    gradient_buffers.DistributedDataParallelConfig = SmallBuckets
     run = start(folder, ranks, frozen=frozen, lora=lora, settings=settings)
     chunks, begun = run.updater.chunks, list[bool]()
     finalize = chunks[0].config.finalize_model_grads_func
@@ -156,5 +153,5 @@ def half(folder: Path) -> list[str]:
 
     mesh = build_mesh(LAYOUTS["one rank"].mesh)
     chunks = build_model(inputs_of(folder).config, mesh, ModelOptions(dtype=torch.bfloat16))
-    wrapped = gradient_buffers.wrap(chunks, replace(PLAIN, grad_reduce_in_bf16=True))
+    wrapped = gradient_buffers.wrap(chunks, replace(PLAIN, megatron={"grad_reduce_in_fp32": False}))
     return [str(buffer.grad_data.dtype) for chunk in wrapped for buffer in chunk.buffers]

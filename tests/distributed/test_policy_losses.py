@@ -27,6 +27,7 @@ from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.advantages import (
     add_kl_advantages,
     add_value_advantages,
+    whiten_advantages,
     with_advantages,
 )
 from megavlm.training.forward_backward import LossFunction, compute_logprobs, forward_backward
@@ -173,12 +174,9 @@ class Model:
         if isinstance(settings, PPO):
             over_context = summing(mesh.groups.cp)
             add_value_advantages(
-                packs,
-                settings,
-                kl_coefficient=coefficient,
-                over_context=over_context,
-                over_all=over_all,
+                packs, settings, kl_coefficient=coefficient, over_context=over_context
             )
+            whiten_advantages(packs, over_all=over_all)
         elif in_reward:
             add_kl_advantages(
                 [packs], [num_targets], settings, kl_coefficient=coefficient, over_all=over_all

@@ -149,7 +149,7 @@ def plain(path: Path) -> list[list[float]]:
     for parameter in visual if config.model.freeze_tower else ():
         parameter.requires_grad_(False)
     trained = [p for p in model.model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=config.optimizer.betas, weight_decay=0)
+    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), weight_decay=0)
     start = Reference(Path(config.model.folder))
     found, pairs = [], prompts(config)
     for step in range(STEPS):

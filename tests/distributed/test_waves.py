@@ -288,7 +288,9 @@ def test_every_algorithm_takes_waves(files: Path, tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(
     "sections",
     [
-        pytest.param({"optimizer": {"overlap_grad_reduce": True}}, id="reduced while it runs"),
+        pytest.param(
+            {"optimizer": {"megatron": {"overlap_grad_reduce": True}}}, id="reduced while it runs"
+        ),
         pytest.param({"lora": {"rank": 4, "alpha": 8.0}}, id="adapters"),
     ],
 )

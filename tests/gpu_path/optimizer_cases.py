@@ -18,7 +18,7 @@ from tests.unit.checkpointing.ranks import Run, make_hf, start
 
 ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
 HALF = {"dtype": torch.bfloat16, "freeze": False}
-AWARE = {"precision_aware": True}
+AWARE = {"use_precision_aware_optimizer": True}
 MOMENTS = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 TIE = 0x8000  # lower half of a main weight in the middle between two bfloat16 numbers
 
@@ -216,7 +216,7 @@ def test_a_moment_has_the_dtype_of_its_own_key(hf: Path, name: str) -> None:
 
 def two_dtypes(hf: Path, ranks: Ranks) -> str:
     try:
-        start(hf, ranks, **HALF, optimizer=AWARE | {"grad_reduce_in_bf16": True})
+        start(hf, ranks, **HALF, optimizer=AWARE | {"grad_reduce_in_fp32": False})
     except ValueError as error:
         return str(error)
     return ""
@@ -225,13 +225,15 @@ def two_dtypes(hf: Path, ranks: Ranks) -> str:
 def test_gradients_of_two_dtypes_are_refused(hf: Path, tmp_path: Path) -> None:
     mixed = make_hf(tmp_path / "hf", family="qwen3_5")
     for message in launch(2, two_dtypes, mixed, LAYOUTS["DP2"]):
-        assert message.startswith("optimizer.precision_aware=true reads gradients as they are")
+        assert message.startswith("optimizer.megatron.use_precision_aware_optimizer=true reads")
     assert launch(2, two_dtypes, hf, LAYOUTS["DP2"]) == ["", ""]
 
 
 def gradients_in_bf16(hf: Path, ranks: Ranks, keys: dict[str, Any]) -> torch.Tensor:
     """Return the main weights after an update whose gradients are clipped, less those before."""
-    run = start(hf, ranks, **HALF, optimizer=keys | {"grad_reduce_in_bf16": True, "clip_grad": 0.5})
+    run = start(
+        hf, ranks, **HALF, optimizer=keys | {"grad_reduce_in_fp32": False, "clip_grad": 0.5}
+    )
     before = main_weights(run)
     run.train(range(1))
     return main_weights(run) - before

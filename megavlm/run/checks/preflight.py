@@ -281,11 +281,11 @@ def check_transformer_engine(optimizer: Optimizer) -> None:
     """
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or spec.origin is None:
-        if optimizer.precision_aware:
+        if optimizer.megatron_options["use_precision_aware_optimizer"]:
             raise ValueError(
-                "optimizer.precision_aware=true needs Transformer Engine's optimizer, which is not "
-                "installed: pip install --no-build-isolation "
-                "'transformer-engine[core_cu13,pytorch]', or set optimizer.precision_aware=false"
+                "optimizer.megatron.use_precision_aware_optimizer=true needs Transformer Engine's "
+                "optimizer, which is not installed: pip install --no-build-isolation "
+                "'transformer-engine[core_cu13,pytorch]', or set it to false"
             )
         return
     package = Path(spec.origin).parent

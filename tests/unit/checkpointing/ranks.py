@@ -8,19 +8,19 @@ import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from transformers import AutoConfig
 
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
-from megavlm.config.optimizer import Optimizer
+from megavlm.config.optimizer import MEGATRON_DEFAULTS, Optimizer
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family
 from megavlm.models.build import build_model
@@ -40,13 +40,18 @@ SETTINGS = Optimizer(
     min_lr=1e-4,
     schedule="cosine",
     warmup_steps=2,
-    betas=(0.9, 0.95),
-    eps=1e-8,
     weight_decay=0.01,
     clip_grad=1e9,  # a norm is summed in another order under another layout; do not scale by it
 )
 ONE_RANK, TP2 = LAYOUTS["one rank"], LAYOUTS["TP2"]
 Name = tuple[str, int | None]  # a tensor's key, and an expert's number
+
+
+@dataclass
+class SmallBuckets(DistributedDataParallelConfig):  # type: ignore[misc]
+    """Gives a tiny model several buckets, which mix tower and layers."""
+
+    bucket_size: int | None = 20_000  # parameters
 
 
 def make_hf(folder: Path, *, seed: int = 0, **sizes: Any) -> Path:
@@ -120,12 +125,10 @@ def start(
     updates_per_step: int = 1,
 ) -> Run:
     """A run at step 0 with the folder's weights. overlap: gradients are in several buckets.
-    optimizer: keys of its section.
+    optimizer: keys of its section, and of its `megatron`.
     """
     if overlap:
-        gradient_buffers.DistributedDataParallelConfig = partial(
-            gradient_buffers.DistributedDataParallelConfig, bucket_size=20_000
-        )
+        gradient_buffers.DistributedDataParallelConfig = SmallBuckets
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -138,7 +141,9 @@ def start(
     entries = family(config.model_type).mapping(config)
     for chunk in chunks:
         load_hf(chunk, entries, HFFolder(hf), mesh)
-    settings = replace(SETTINGS, overlap_grad_reduce=overlap, **optimizer or {})
+    given = {"overlap_grad_reduce": overlap} | (optimizer or {})
+    megatron = {name: given.pop(name) for name in [*given] if name in MEGATRON_DEFAULTS}
+    settings = replace(SETTINGS, **given, megatron=megatron)
     updater = build_updater(chunks, settings, mesh, num_steps=10, updates_per_step=updates_per_step)
     return Run(mesh, chunks, updater, {(entry.megatron, entry.expert): entry for entry in entries})
 

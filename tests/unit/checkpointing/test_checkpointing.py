@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from safetensors.torch import load_file, save_file
 
 from checkpoint_tools.export_hf import export_hf
@@ -16,6 +18,7 @@ from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.config.lora import LoRA
+from megavlm.config.optimizer import MEGATRON_DEFAULTS
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.lora import add_adapters
 from megavlm.training.optimizer import build_updater
@@ -88,13 +91,20 @@ def test_buckets_of_gradients_may_change(hf: Path, tmp_path: Path) -> None:
     assert [fingerprint for _, fingerprint in resumed] == through
 
 
+def test_the_options_of_recipes_are_megatron_core_s() -> None:
+    known = {*OptimizerConfig.__dataclass_fields__}
+    known |= {*DistributedDataParallelConfig.__dataclass_fields__}
+    assert MEGATRON_DEFAULTS.keys() <= known
+
+
 CHANGED = {
     "lr": 3e-3,
     "min_lr": 1e-3,
     "schedule": "linear",
     "warmup_steps": 0,
-    "betas": (0.7, 0.8),
-    "eps": 1e-3,
+    "adam_beta1": 0.7,
+    "adam_beta2": 0.8,
+    "adam_eps": 1e-3,
     "weight_decay": 0.3,
     "clip_grad": 0.5,
 }
@@ -111,7 +121,7 @@ def resume_with_changed_keys(hf: Path, ranks: Ranks, folder: Path) -> dict[str, 
         x.key: made_up(f"{x.key} {x.expert} 3", run.table[x.key, x.expert]) for x in run.tensors()
     }
     norm = sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
-    (beta1, beta2), eps = CHANGED["betas"], CHANGED["eps"]
+    beta1, beta2, eps = (CHANGED[f"adam_{name}"] for name in ("beta1", "beta2", "eps"))
     wanted = {}
     for x in run.tensors():
         gradient = gradients[x.key] * CHANGED["clip_grad"] / (norm + 1e-6)

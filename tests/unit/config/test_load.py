@@ -31,18 +31,21 @@ def test_defaults_are_the_dataclasses(tmp_path: Path) -> None:
     config = load(recipe(tmp_path, REQUIRED))
     assert config.algorithm == GRPO()
     assert config.optimizer == Optimizer(warmup_steps=5)  # it follows from algorithm.steps
-    assert config.optimizer.betas == (0.9, 0.95)
     assert config.run == RunConfig(dir="runs/x")
     assert config.parallel.num_ranks == 1
 
 
 def test_later_wins_over_earlier_base_over_base_and_override_over_all(tmp_path: Path) -> None:
-    recipe(tmp_path, REQUIRED + "optimizer: {lr: 1, eps: 1, min_lr: 0.1}", "low/first.yaml")
-    recipe(tmp_path, "base: [first.yaml]\noptimizer: {eps: 2, min_lr: 0.2}", "low/second.yaml")
+    recipe(
+        tmp_path, REQUIRED + "optimizer: {lr: 1, warmup_steps: 1, min_lr: 0.1}", "low/first.yaml"
+    )
+    recipe(
+        tmp_path, "base: [first.yaml]\noptimizer: {warmup_steps: 2, min_lr: 0.2}", "low/second.yaml"
+    )
     recipe(tmp_path, "optimizer: {min_lr: 0.3, weight_decay: 3}", "third.yaml")
     path = recipe(tmp_path, "base: [low/second.yaml, third.yaml]\noptimizer: {weight_decay: 4}")
     optimizer = load(path, ["optimizer.clip_grad=5"]).optimizer
-    given = (optimizer.lr, optimizer.eps, optimizer.min_lr, optimizer.weight_decay)
+    given = (optimizer.lr, optimizer.warmup_steps, optimizer.min_lr, optimizer.weight_decay)
     assert (*given, optimizer.clip_grad) == (1, 2, 0.3, 4, 5)
 
 
@@ -202,7 +205,7 @@ MISTAKES = {
     "data.train_weights=a": 'data.train_weights="a" has the wrong type: it must be a list',
     "rollout.gpus=3": "rollout.gpus=3 has the wrong type: it must be a list",
     "data.train_files={a: 1}": "has the wrong type: it must be a list",
-    "optimizer.betas=[1]": "optimizer.betas=[1] has the wrong type: it must be a list of 2",
+    "optimizer.precision_aware=true": "has moved: set optimizer.megatron.use_precision_aware_opti",
     "rollout.server_args=[a]": "has the wrong type: it must be keys with values",
     "run.dir.name=x": "run.dir={",
     "model=null": "model=null is not a section",
@@ -301,11 +304,11 @@ def test_changes_since_the_last_start_are_named(tmp_path: Path) -> None:
     assert changes(load(path), tmp_path / "run") == [], "there was none"
     write(load(path), tmp_path / "run")
     assert changes(load(path), tmp_path / "run") == []
-    overrides = ["optimizer.lr=2e-5", "optimizer.betas=[0.9,0.99]", "algorithm.name=sft"]
+    overrides = ["optimizer.lr=2e-5", "optimizer.megatron={adam_eps: 0.1}", "algorithm.name=sft"]
     found = changes(load(path, overrides), tmp_path / "run")
     for change in (
         "optimizer.lr=2e-05 (was 1e-06)",
-        "optimizer.betas=[0.9, 0.99] (was [0.9, 0.95])",
+        "optimizer.megatron.adam_eps=0.1 (was absent)",
         'algorithm.name="sft" (was "grpo")',
         "algorithm.clip_low=absent (was 0.2)",
     ):

@@ -18,6 +18,8 @@ DPO = ("algorithm.name=dpo", "data.rejected_key=rejected")
 TEACHER = "distillation.urls=[http://node:30000]"
 FILES = "data.test_files=[t]"
 KEEP = ("checkpoint.every=10", "checkpoint.keep_last=2")
+AWARE = "optimizer.megatron.use_precision_aware_optimizer=true"
+MOMENT = "optimizer.megatron.exp_avg_dtype=bfloat16"
 GREEDY = (FILES, "checkpoint.best_metric=evaluation/greedy")
 
 # Overrides that break one rule, and what its sentence says.
@@ -25,33 +27,30 @@ BROKEN = {
     ("optimizer.lr=0",): "optimizer.lr=0.0 is out of range: set it to a number above 0",
     ("optimizer.lr=.nan",): "optimizer.lr=nan is out of range",
     ("optimizer.lr=.inf",): "optimizer.lr=inf is out of range",
-    ("optimizer.betas=[0.9, 1]",): "[0.9, 1.0] is out of range: set it to numbers at least 0 and",
+    ("optimizer.megatron.adam_beta2=1.0",): "out of range: set it to a number between 0 and 1",
+    ("optimizer.megatron.overlap_grad_reduce=1",): "is out of range: set it to true or false",
+    (MOMENT.replace("bfloat16", "float16"), AWARE): "set it to float32 or bfloat16",
     (
-        "optimizer.overlap_param_gather=true",
-    ): "optimizer.overlap_param_gather=true is for runs that overlap gradients too: set optimizer",
+        "optimizer.megatron.overlap_grad_reduces=true",
+    ): "is not an option of megatron-core that recipes set: did you mean overlap_grad_reduce? they",
+    ("optimizer.megatron.use_megatron_fsdp=true",): "they are adam_beta1, adam_beta2, adam_eps, ov",
     (
-        "optimizer.grad_reduce_in_bf16=true",
+        "optimizer.megatron.overlap_param_gather=true",
+    ): "optimizer.megatron.overlap_param_gather has no effect without overlap_grad_reduce: set opt",
+    (
+        AWARE,
         "model.dtype=float32",
-    ): "optimizer.grad_reduce_in_bf16=true halves the gradients of a model in bfloat16, but model",
-    (
-        "optimizer.precision_aware=true",
-        "model.dtype=float32",
-    ): "optimizer.precision_aware=true keeps what weights in bfloat16 lack, but model.dtype=float3",
+    ): "use_precision_aware_optimizer=true keeps what weights in bfloat16 lack, but model.dtype=fl",
     (
         "optimizer.offload=true",
         "rollout.colocate=true",
     ): "optimizer.offload=true moves the optimizer's state at each update, and rollout.colocate=tr",
+    (MOMENT,): "exp_avg_dtype has no effect without use_precision_aware_optimizer: set optimizer.m",
     (
-        "optimizer.exp_avg_dtype=bfloat16",
-    ): "optimizer.exp_avg_dtype=bfloat16 is for the precision-aware optimizer: set optimizer.prec",
-    (
-        "optimizer.exp_avg_sq_dtype=bfloat16",
-    ): "optimizer.exp_avg_sq_dtype=bfloat16 is for the precision-aware optimizer: set optimizer.pr",
-    (
-        "optimizer.precision_aware=true",
-        "optimizer.exp_avg_sq_dtype=bfloat16",
-        "optimizer.betas=[0.9, 0.999]",
-    ): "optimizer.betas=[0.9, 0.999] changes the second moment by less than optimizer.exp_avg_sq",
+        AWARE,
+        "optimizer.megatron.exp_avg_sq_dtype=bfloat16",
+        "optimizer.megatron.adam_beta2=0.999",
+    ): "optimizer.megatron.adam_beta2=0.999 changes the second moment by less than optimizer.megat",
     ("run.seed=-1",): "run.seed=-1 is out of range: set it to a number at least 0",
     (
         "run.seed=" + "9" * 400,
@@ -127,8 +126,8 @@ BROKEN = {
     ): "algorithm.reject_below, reject_above compares the trainer's log-probs with the rollout's",
     (
         "algorithm.importance=none",
-        "algorithm.importance_mode=mask",
-    ): "algorithm.importance_mode=mask has nothing to mask",
+        "algorithm.importance_floor=0.5",
+    ): "algorithm.importance_floor=0.5 has nothing to mask",
     (
         "rollout.max_staleness=1",
         "algorithm.importance=none",
@@ -160,7 +159,6 @@ BROKEN = {
         "rollout.router=http://b:1",
         "rollout.suppress_special_tokens=false",
     ): "rollout.overlap=true sends requests to servers that have taken the last push",
-    ("algorithm.importance_floor=0.5",): "algorithm.importance_floor=0.5 is a bound of masks",
     ("algorithm.reject_above=0.9",): "algorithm.reject_above=0.9 is out of range",
     (
         "algorithm.overlong_buffer=5",
@@ -182,10 +180,6 @@ BROKEN = {
         "algorithm.name=ppo",
         "algorithm.critic_warmup_steps=40",
     ): "algorithm.critic_warmup_steps=40 is not below algorithm.steps=40",
-    (
-        "algorithm.name=ppo",
-        "rollout.top_p=0.9",
-    ): "set rollout.top_p=1.0 for ppo",
     ("parallel.sequence=true",): "parallel.sequence=true splits",
     ("parallel.context=0",): "parallel.context=0 is out of range",
     ("parallel.virtual=2",): "parallel.virtual=2 is about pipeline stages, but parallel.pipeline=1",
@@ -237,7 +231,6 @@ BROKEN = {
     ("algorithm.minibatches=3",): "algorithm.minibatches=3 must divide",
     ("algorithm.minibatches=8", "parallel.data=17"): "fewer responses than parallel.data=17 ranks",
     (SFT, "parallel.data=33"): "algorithm.batch_size=32 is less than a row for each",
-    ("rollout.top_p=0.9",): "rollout.top_p=0.9 cuts the distribution",
     ("rollout.mode=external",): "rollout.mode=external needs the servers' addresses",
     ("rollout.lora=adapter",): "lora.rank=0 trains none",
     (
@@ -414,7 +407,7 @@ KEPT = [
     ("algorithm.policy_loss=gspo", "algorithm.loss_aggregation=sequence_mean"),
     ("algorithm.kl_estimator=k1", "algorithm.kl_in=reward", "algorithm.kl_target=0.1"),
     ("algorithm.kl_estimator=k1", "algorithm.kl_coefficient=0"),
-    ("algorithm.importance_mode=mask", "algorithm.importance_floor=0.5"),
+    ("algorithm.importance_floor=0.5",),
     ("algorithm.old_logprobs=rollout", "algorithm.importance=none"),
     (
         "algorithm.responses_per_prompt=1",
@@ -422,7 +415,7 @@ KEPT = [
     ),
     ("algorithm.name=ppo", "algorithm.responses_per_prompt=1", "algorithm.critic=shared"),
     ("algorithm.name=ppo", "algorithm.critic_warmup_steps=39", "algorithm.value_clip=null"),
-    (SFT, "parallel.data=32", "rollout.max_new_tokens=4000", "rollout.top_p=0.9"),
+    (SFT, "parallel.data=32", "rollout.max_new_tokens=4000"),
     ("rollout.mode=external", "rollout.urls=[http://a:1, https://b.c:65000/]"),
     ("rollout.server_args.mem_fraction_static=0.5",),
     ("rollout.port=65534", "rollout.servers=2", "rollout.min_servers=2"),

@@ -255,7 +255,7 @@ def test_a_batch_shows_its_state_once_there_is_an_answer(monkeypatch: pytest.Mon
 
 
 def test_body() -> None:
-    sampling = Sampling(0.7, 9, top_p=0.9, suppressed_ids=(3, 5), cache_key="4")
+    sampling = Sampling(0.7, 9, suppressed_ids=(3, 5), cache_key="4")
     prompts = [make_prompt(images=2), make_prompt(first_id=8)]
     with FakeServer() as fake:
         generate(client(fake), prompts, n=2, sampling=sampling)
@@ -268,7 +268,7 @@ def test_body() -> None:
         "sampling_params": {
             "n": 2,
             "temperature": 0.7,
-            "top_p": 0.9,
+            "top_p": 1.0,
             "max_new_tokens": 9,
             "logit_bias": {"3": -1e9, "5": -1e9},
         },

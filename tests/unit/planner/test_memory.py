@@ -42,6 +42,7 @@ from tests.support.releases import released_config
 from tests.unit.config.test_recipes import RECIPES, WHOLE, resolve
 from tests.unit.planner.estimates import cluster
 
+AWARE = "use_precision_aware_optimizer=true"
 ON_GPUS = [name for name in WHOLE if not name.startswith("debug/")]
 # In the quick suite; models with many layers or experts take seconds to build.
 SMALL = [name for name in ON_GPUS if not re.search(r"_(27|30|32|35|72|235)b_", name)]
@@ -139,11 +140,11 @@ def test_the_optimizer_takes_twelve_bytes_for_each_trained_parameter(
 @pytest.mark.parametrize(
     ("keys", "kept", "copied"),
     [
-        (["grad_reduce_in_bf16=true"], 12, 4),
-        (["precision_aware=true"], 10, 0),
-        (["precision_aware=true", "grad_reduce_in_bf16=true"], 10, 0),
-        (["precision_aware=true", "exp_avg_dtype=bfloat16"], 8, 4),
-        (["precision_aware=true", "exp_avg_dtype=bfloat16", "exp_avg_sq_dtype=bfloat16"], 6, 8),
+        (["grad_reduce_in_fp32=false"], 12, 4),
+        ([AWARE], 10, 0),
+        ([AWARE, "grad_reduce_in_fp32=false"], 10, 0),
+        ([AWARE, "exp_avg_dtype=bfloat16"], 8, 4),
+        ([AWARE, "exp_avg_dtype=bfloat16", "exp_avg_sq_dtype=bfloat16"], 6, 8),
     ],
 )
 def test_the_precision_aware_optimizer_takes_fewer_bytes(
@@ -151,7 +152,7 @@ def test_the_precision_aware_optimizer_takes_fewer_bytes(
 ) -> None:
     """tests/gpu_path/optimizer_cases.py counts those of the real one."""
     recipe = RECIPES / "grpo/qwen2_5_vl_7b_geo3k.yaml"
-    config = load(recipe, [f"optimizer.{key}" for key in keys])
+    config = load(recipe, [f"optimizer.megatron.{key}" for key in keys])
     options, layout = ModelOptions.from_config(config), Layout.from_config(config.parallel)
     held = rank_parameters(release(config, tmp_path), layout, 4, 0, options)
     for parameter in (x for x in held if x.trained and x.pieces > 1):

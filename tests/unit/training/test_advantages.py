@@ -89,9 +89,7 @@ def whole(
     made = trees(columns() | changed)
     if isinstance(settings, PPO):
         of_rank = packs(made)
-        add_value_advantages(
-            of_rank, settings, kl_coefficient=kl_coefficient, over_context=alone, over_all=alone
-        )
+        add_value_advantages(of_rank, settings, kl_coefficient=kl_coefficient, over_context=alone)
         return joined(of_rank)
     (made,) = with_advantages([made], settings)
     of_rank = (
@@ -140,7 +138,8 @@ def test_whitening_spans_minibatches_of_which_the_first_has_no_old_logprobs() ->
     first = {name: column for name, column in columns().items() if name != "old_logprobs"}
     other = columns() | {"rewards": columns()["rewards"] + 1}
     made = [pack for values in (first, other) for pack in packs(trees(values))]
-    add_value_advantages(made, PPO(), kl_coefficient=0.0, over_context=alone, over_all=alone)
+    add_value_advantages(made, PPO(), kl_coefficient=0.0, over_context=alone)
+    whiten_advantages(made, over_all=alone)
     (one, two), names = [pack.columns for pack in made], "old_logprobs"
     assert one is not None and one.advantages is not None and getattr(one, names) is None
     assert two is not None and two.advantages is not None and getattr(two, names) is not None
@@ -161,7 +160,7 @@ SETTINGS = [
     GRPO(advantage_estimator="reinforce_plus_plus"),
     GRPO(advantage_estimator="reinforce_plus_plus_baseline"),
     PPO(gamma=0.9, lam=0.8),
-    PPO(gamma=0.9, lam=0.8, gae_level="turn", normalize_advantages=False),
+    PPO(gamma=0.9, lam=0.8, gae_level="turn"),
 ]
 
 
@@ -187,10 +186,7 @@ def part(values: dict[str, Tensor], index: Tensor) -> Any:
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_parts_of_a_pack_are_cut_from_the_whole(settings: GRPO | PPO) -> None:
     """Two context ranks, one after the other: each is given what the all-reduce would give."""
-    # Whitening over all ranks has tests of its own; here one rank's part is all there is.
-    if isinstance(settings, PPO):
-        settings = replace(settings, normalize_advantages=False)
-    else:
+    if isinstance(settings, GRPO):
         settings = replace(settings, kl_in="reward")
     expected = whole(settings, 0.1, whitens=False)
     values = {k: v for k, v in expected.items() if k not in ("returns", "advantages")}
@@ -200,9 +196,7 @@ def test_parts_of_a_pack_are_cut_from_the_whole(settings: GRPO | PPO) -> None:
     def run(index: Tensor, reduce: Any) -> TargetColumns:
         made = part(values, index)
         if isinstance(settings, PPO):
-            add_value_advantages(
-                [made], settings, kl_coefficient=0.1, over_context=reduce, over_all=alone
-            )
+            add_value_advantages([made], settings, kl_coefficient=0.1, over_context=reduce)
         else:
             add_kl_advantages([[made]], [12], settings, kl_coefficient=0.1, over_all=reduce)
         columns: TargetColumns = made.columns
@@ -233,9 +227,8 @@ def test_a_pack_without_targets(settings: GRPO | PPO) -> None:
     assert pack.columns is not None
     if isinstance(settings, PPO):
         empty = empty_pack(pack.columns)
-        add_value_advantages(
-            [empty], settings, kl_coefficient=0.1, over_context=alone, over_all=alone
-        )
+        add_value_advantages([empty], settings, kl_coefficient=0.1, over_context=alone)
+        whiten_advantages([empty], over_all=alone)
     else:
         empty = empty_pack(replace(pack.columns, rows=torch.zeros(12, dtype=torch.long)))
         add_kl_advantages([[empty]], [0], settings, kl_coefficient=0.1, over_all=alone)

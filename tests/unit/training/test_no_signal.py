@@ -73,9 +73,8 @@ def columns(groups: Sequence[Group], settings: Any, max_new_tokens: int = 8) -> 
         whiten_advantages([pack], over_all=alone)
     if isinstance(settings, PPO):
         pack.columns = replace(pack.columns, values=torch.zeros(pack.num_targets))
-        add_value_advantages(
-            [pack], settings, kl_coefficient=0.0, over_context=alone, over_all=alone
-        )
+        add_value_advantages([pack], settings, kl_coefficient=0.0, over_context=alone)
+        whiten_advantages([pack], over_all=alone)
     return {name: values[1::2] for name, values in pack.columns.present().items()}
 
 
