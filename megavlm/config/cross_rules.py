@@ -86,28 +86,14 @@ def _check_rates(config: Config) -> None:
 
 
 def _check_algorithm(config: Config) -> None:
-    algorithm, ranks = config.algorithm, config.parallel.data or 1
-    rejected = config.data.rejected_key
+    algorithm, rejected = config.algorithm, config.data.rejected_key
     if isinstance(algorithm, DPO) != (rejected is not None):
         raise ValueError(
             f"data.rejected_key={rejected or 'null'} with algorithm.name={algorithm.name}: dpo "
             "compares responses with rejected ones, and nothing else does; set both or neither"
         )
     if isinstance(algorithm, DataTraining):
-        if algorithm.batch_size < ranks:
-            raise ValueError(
-                f"algorithm.batch_size={algorithm.batch_size} is less than a row for each of "
-                f"parallel.data={ranks} ranks: raise it or lower the other"
-            )
         return
-    prompts, minibatches = algorithm.prompts_per_step, algorithm.minibatches
-    responses = algorithm.responses_per_prompt
-    if prompts // minibatches * responses < ranks:
-        raise ValueError(
-            f"algorithm.prompts_per_step={prompts} x algorithm.responses_per_prompt={responses} "
-            f"over algorithm.minibatches={minibatches} leaves fewer responses than "
-            f"parallel.data={ranks} ranks: raise one of the first or lower another"
-        )
     new = config.rollout.max_new_tokens
     if algorithm.overlong_buffer > new:
         raise ValueError(

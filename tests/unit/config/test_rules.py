@@ -88,7 +88,6 @@ BROKEN = {
         "algorithm.loss_type=kto",
     ): "algorithm.loss_type=",
     (*DPO, "algorithm.epochs=2"): "unknown key algorithm.epochs",
-    (*DPO, "algorithm.batch_size=1", "parallel.data=2"): "batch_size=1 is less than a row for each",
     (TEACHER, SFT): "distillation.urls names a teacher for what the policy samples, but algorithm.",
     (
         TEACHER,
@@ -229,8 +228,6 @@ BROKEN = {
     ): "one response: data.max_prompt_tokens=1024 + rollout.max_new_tokens=3073 is 4097; set it to",
     (f"algorithm.steps={10**30}",): "set it to a number at least 1 and at most 1000000000",
     ("algorithm.minibatches=3",): "algorithm.minibatches=3 must divide",
-    ("algorithm.minibatches=8", "parallel.data=17"): "fewer responses than parallel.data=17 ranks",
-    (SFT, "parallel.data=33"): "algorithm.batch_size=32 is less than a row for each",
     ("rollout.mode=external",): "rollout.mode=external needs the servers' addresses",
     ("rollout.lora=adapter",): "lora.rank=0 trains none",
     (
