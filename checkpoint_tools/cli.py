@@ -156,8 +156,8 @@ def _inspect(
     if is_peft_folder(path):
         if step is not None or mapping or experts is not None:
             raise ValueError(
-                f"{path} holds adapters: leave --step, --mapping and --experts out, which apply to "
-                f"models."
+                f"{path} holds adapters: leave out --step, --mapping and --experts, as they "
+                f"apply to models only."
             )
         peft = open_peft(path)
         if console.as_json:

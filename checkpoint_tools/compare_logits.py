@@ -67,7 +67,7 @@ def compare_logits(
     for path in (a, b):
         if is_peft_folder(path):
             raise ValueError(
-                f"{path} holds adapters without a model, which have no logits: merge them "
+                f"{path} holds adapters but no model to compute logits with: merge them "
                 f"(megavlm-convert lora-merge MODEL OUTPUT --adapter {path}) and compare that."
             )
     sides = open_both(a, b, experts)

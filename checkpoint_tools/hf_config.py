@@ -77,4 +77,4 @@ def _check(path: Path, values: dict[str, Any]) -> None:
     for section, key in dtype_keys(values):
         name = section[key]
         if not isinstance(name, str) or not isinstance(getattr(torch, name, None), torch.dtype):
-            raise ValueError(f"{path} has {key}={name!r}, which is not a dtype of torch.")
+            raise ValueError(f"{path} has {key}={name!r}, but torch has no such dtype.")

@@ -33,9 +33,7 @@ def output_folder(
         if path.is_file():
             raise ValueError(f"{path} is a file: name a folder.")
     if os.path.ismount(target):
-        raise ValueError(
-            f"{target} is a mount point, which cannot be replaced: name a folder in it."
-        )
+        raise ValueError(f"{target} is a mount point and cannot be replaced: name a folder in it.")
     _check_sources(target, sources)
     if target.is_dir() and any(target.iterdir()):
         if not force:
@@ -71,7 +69,7 @@ def _check_sources(target: Path, sources: Iterable[Path]) -> None:
         for path in (source, *filter(Path.is_file, source.iterdir())):
             if path.resolve().is_relative_to(target):
                 raise ValueError(
-                    f"{target} holds {path}, which is an input and would be deleted: choose "
+                    f"the input {path} is in {target} and would be deleted with it: choose "
                     f"another folder."
                 )
         if (source / MANIFEST).is_file() and target.is_relative_to(source.resolve()):

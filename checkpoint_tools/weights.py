@@ -98,7 +98,7 @@ def open_weights(path: Path, *, step: int | None = None, experts: Form | None = 
         raise ValueError(f"{path} is neither a HuggingFace model folder nor a checkpoint.")
     if experts is not None:
         raise ValueError(
-            f"{path} is a checkpoint, which has one format of experts: leave --experts out."
+            f"{path} is a checkpoint and has its own format of experts: leave out --experts."
         )
     return step_weights(path, step)
 
@@ -172,7 +172,7 @@ def _check(
     path = reader.folder
     for key, group in groups.items():
         if key not in reader.tensors:
-            raise ValueError(f"{path} has no tensor {key}, which the model's config.json needs.")
+            raise ValueError(f"{path} has no tensor {key}, but the model's config.json needs it.")
         if reader.shape(key) != group[0].checkpoint_shape:
             raise ValueError(
                 f"{key} in {path} has shape {reader.shape(key)}; "

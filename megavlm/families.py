@@ -147,7 +147,7 @@ def check_unquantised(values: Mapping[str, Any], path: Path) -> None:
     if (settings := values.get("quantization_config")) is not None:
         method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
         raise ValueError(
-            f"{path} describes quantised weights ({method}), which are neither trained nor "
+            f"{path} describes quantised weights ({method}), but they can be neither trained nor "
             "converted: take the model in bfloat16."
         )
 

@@ -52,9 +52,8 @@ def export_adapters(
     adapters = step_adapters(weights, alpha=alpha, base=base)
     if adapters.base is None:
         raise ValueError(
-            f"{weights.path} does not record the base model of its adapters (a run that started "
-            f"from a checkpoint trained them on its weights, which export writes as a folder): "
-            f"name it by --base."
+            f"{weights.path} does not record the base model of its adapters: name its folder by "
+            f"--base (if the run started from a checkpoint, export that checkpoint first)."
         )
     modules = to_modules(adapters, separate=separate)
     total = sum(module.nbytes for module in modules)

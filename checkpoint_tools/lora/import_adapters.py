@@ -58,7 +58,7 @@ def _named_base(peft_dir: Path) -> Path:
     base = read_peft_config(peft_dir).base
     if base is None or not Path(base).is_dir():
         raise ValueError(
-            f"{peft_dir / PEFT_CONFIG} names {base!r} as base model, which is not a folder "
-            "here: name its folder by --base."
+            f"{peft_dir / PEFT_CONFIG} names the base model {base!r}, but there is no such "
+            "folder: name its folder by --base."
         )
     return Path(base)

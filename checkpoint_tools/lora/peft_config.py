@@ -98,7 +98,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
         if not all(map(math.isfinite, (config.alpha, *config.alphas.values()))):
             raise ValueError("an alpha is not finite")
         if 0 in (config.alpha, *config.alphas.values()):
-            raise ValueError("an alpha is 0, which disables the adapters")
+            raise ValueError("an alpha of 0 disables the adapters")
         for pattern in (*config.ranks, *config.alphas):
             re.compile(pattern)
         if min(config.rank, *config.ranks.values(), 1) < 1:
@@ -161,7 +161,7 @@ def _check_supported(path: Path, values: Mapping[str, Any]) -> None:
             if not str(value).lower().startswith(_CHANGES_BASE):
                 continue
             raise ValueError(
-                f"{path} has init_lora_weights={value!r}, which changes the base weights, too: "
+                f"{path} has init_lora_weights={value!r}, but that changes the base weights: "
                 f"convert it with peft (path_initial_model_for_weight_conversion) first."
             )
         raise ValueError(

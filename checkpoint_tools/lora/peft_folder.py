@@ -93,7 +93,7 @@ def open_peft(path: Path) -> PeftFolder:
         match = _KEY.fullmatch(key)
         if match is None:
             raise ValueError(
-                f"{file} holds {key}, which is not one of a pair of LoRA matrices: merge these "
+                f"{file} holds {key}, but it is not part of a pair of LoRA matrices: merge these "
                 f"adapters into their model with peft (merge_and_unload) and import that instead."
             )
         pair = halves.setdefault(match[1].removeprefix(_KEY_PREFIX), {})

@@ -67,8 +67,8 @@ def to_adapters(peft: PeftFolder, whole: Mapping[str, list[Projection]]) -> Adap
         for name, source in _sources(module, projections, is_split):
             if name not in projections:
                 raise ValueError(
-                    f"{peft.path} adapts {module.name}, which is not a linear of this model that "
-                    f"training can adapt: merge it into its model with peft "
+                    f"{peft.path} adapts {module.name}, but training can only adapt the linear "
+                    f"layers of a model: merge it into its model with peft "
                     f"(merge_and_unload) and import that instead."
                 )
             _check_shape(peft, source, projections[name])

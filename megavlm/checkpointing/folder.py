@@ -134,8 +134,9 @@ def check_no_adapters(folder: Path) -> None:
     """Raise ValueError if adapters are in the folder of a model. transformers would load them."""
     if (folder / PEFT_CONFIG).is_file():
         raise ValueError(
-            f"{folder} holds adapters beside its model, which would be ignored: merge them "
-            f"(megavlm-convert lora-merge {folder} OUTPUT --adapter {folder}) or move them away."
+            f"{folder} contains both a model and adapters; the adapters would be ignored: "
+            f"merge them (megavlm-convert lora-merge {folder} OUTPUT --adapter {folder}) or move "
+            "them away."
         )
 
 

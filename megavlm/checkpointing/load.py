@@ -181,9 +181,9 @@ def _check_tensors(tensors: Sequence[Any], reader: StepReader, path: Path, *, tr
             reader.check(part.key, tuple(part.global_shape))
             if trains and value.data.requires_grad and _moment(part.key) not in reader.tensors:
                 raise ValueError(
-                    f"{path} has no optimizer state of {part.key}, which the run that saved it did "
-                    "not train: train the same parameters, or start another run from its weights "
-                    "(model.checkpoint)."
+                    f"{path} has no optimizer state of {part.key}, because the run that saved it "
+                    "did not train it: train the same parameters, or start another run from its "
+                    "weights (model.checkpoint)."
                 )
 
 

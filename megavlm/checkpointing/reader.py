@@ -105,7 +105,7 @@ class StepReader:
         """Raise ValueError if the step does not hold a tensor of the model in its shape."""
         fix = "name a folder and a checkpoint of one model, or another run.dir"
         if key not in self.tensors:
-            raise ValueError(f"{self.folder} has no tensor {key}, which the model needs: {fix}")
+            raise ValueError(f"{self.folder} has no tensor {key}, but the model needs it: {fix}")
         if self.shape(key) != shape:
             raise ValueError(
                 f"{key} in {self.folder} has shape {self.shape(key)}, but the model's has {shape}: "

@@ -67,8 +67,8 @@ def _check_lora(config: Config) -> None:
         )
     if lora.dropout and lora.adapts_tower and config.recompute.tower:
         raise ValueError(
-            f"lora.dropout={lora.dropout} with adapters in the tower does not go with "
-            "recompute.tower=true, which would drop other entries: set one of them to 0 and false"
+            f"lora.dropout={lora.dropout} with adapters in the tower needs recompute.tower=false, "
+            "because recomputation would drop other entries: set one of them to 0 or false"
         )
 
 
@@ -135,8 +135,8 @@ def _check_curriculum(config: Config) -> None:
     for number, stage in enumerate(config.curriculum.stages):
         if parts and (unknown := sorted(set(stage.weights) - set(parts))):
             raise ValueError(
-                f"curriculum.stages[{number}].weights names {unknown[0]!r}, which reward.parts "
-                f"does not: it has {', '.join(parts)}"
+                f"curriculum.stages[{number}].weights names {unknown[0]!r}, but reward.parts "
+                f"has {', '.join(parts)}"
             )
 
 
@@ -150,8 +150,8 @@ def _check_staleness(config: Config) -> None:
     key = f"rollout.max_staleness={rollout.max_staleness}"
     if rollout.oversample > rollout.max_staleness + 1:
         raise ValueError(
-            f"rollout.oversample={rollout.oversample} starts the prompts of more steps than {key} "
-            f"allows, which are {rollout.max_staleness + 1}: lower the one or raise the other"
+            f"rollout.oversample={rollout.oversample} starts the prompts of more steps than the "
+            f"{rollout.max_staleness + 1} that {key} allows: lower the one or raise the other"
         )
     if rollout.max_staleness and algorithm.importance == "none":
         raise ValueError(
@@ -228,7 +228,7 @@ def _check_distillation(config: Config) -> None:
     key, algorithm, rollout = "distillation.urls", config.algorithm, config.rollout
     for url in config.distillation.urls:
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{key} has {url!r}, which is no URL: write http://HOST:PORT")
+            raise ValueError(f"{key} has {url!r}, but that is not a URL: write http://HOST:PORT")
     if not isinstance(algorithm, PolicyOptimization):
         raise ValueError(
             f"{key} names a teacher for what the policy samples, but algorithm.name="
@@ -236,7 +236,7 @@ def _check_distillation(config: Config) -> None:
         )
     if rollout.temperature != 1:
         raise ValueError(
-            f"{key} names a teacher, which scores at temperature 1, but rollout.temperature="
+            f"the teacher of {key} scores at temperature 1, but rollout.temperature="
             f"{rollout.temperature}: set it to 1.0"
         )
     if rollout.replay is not None:
@@ -246,7 +246,7 @@ def _check_distillation(config: Config) -> None:
         )
     if config.data.video_key is not None:
         raise ValueError(
-            f"{key} names a teacher, which is sent no videos, but data.video_key="
+            f"the teacher of {key} is sent no videos, but data.video_key="
             f"{config.data.video_key}: set it to null or remove distillation.urls"
         )
 

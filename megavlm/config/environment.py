@@ -71,5 +71,5 @@ class EnvironmentConfig(Section):
         if self.tool_timeout >= self.timeout:
             raise ValueError(
                 f"environment.tool_timeout={self.tool_timeout:g} must be below environment.timeout="
-                f"{self.timeout:g}, which ends the episode: lower it, or raise the other"
+                f"{self.timeout:g} (the end of the episode): lower it, or raise the other"
             )

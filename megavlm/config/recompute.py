@@ -32,6 +32,6 @@ class Recompute(Section):
         unknown = set(self.modules) - RECOMPUTED_MODULES
         if unknown:
             raise ValueError(
-                f"recompute.modules names {sorted(unknown)[0]}, which cannot be recomputed alone: "
+                f"recompute.modules names {sorted(unknown)[0]}, but it cannot be recomputed: "
                 f"choose from {', '.join(sorted(RECOMPUTED_MODULES))}"
             )

@@ -327,7 +327,7 @@ class Rollout(Section):
         if self.port is not None and self.port + self.servers > 65536:
             raise ValueError(
                 f"rollout.port={self.port} is the first of rollout.servers={self.servers} ports, "
-                "which end at 65535: lower one of them"
+                "but ports end at 65535: lower one of them"
             )
         self._check_gpus()
         if self.colocate and not TRANSPORT_TRAITS[self.sync].colocates:
@@ -363,10 +363,10 @@ def _check_url(key: str, url: str) -> None:
         whole = False
     if not whole or parts.path not in ("", "/") or parts.query or parts.fragment:
         raise ValueError(
-            f"rollout.{key} holds {url!r}, which is not a server's address: write http://HOST:PORT"
+            f"rollout.{key} holds {url!r}, but that is not a server's address: write http://HOST:PORT"
         )
     if "@" in parts.netloc:
         raise ValueError(
-            f"rollout.{key} holds a user name or password for {parts.hostname}, which would be "
+            f"rollout.{key} holds a user name or password for {parts.hostname} and would be "
             "written to the run directory: give keys through the environment"
         )

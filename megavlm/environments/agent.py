@@ -125,11 +125,11 @@ def reward_step(result: Any) -> Step:
     reward = values.pop("reward", None)
     if isinstance(reward, bool) or not isinstance(reward, int | float):
         raise ValueError(
-            f"the agent's result {result!r:.80} is neither text, which is scored, nor a number, "
-            "nor a mapping with `reward`; and it has posted no reward"
+            f"the agent's result {result!r:.80} is neither text to score nor a number "
+            "nor a mapping with `reward`, and the agent has posted no reward"
         )
     if unknown := values.keys() - {"correct", "parts"}:
-        raise ValueError(f"the agent's result has the key {min(unknown)!r}, which is not read")
+        raise ValueError(f"the agent's result has the unknown key {min(unknown)!r}")
     return Step(None, float(reward), True, values)
 
 

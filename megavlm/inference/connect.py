@@ -233,7 +233,7 @@ def server_gpus(rollout: Rollout, num_gpus: int, num_trainers: int) -> Sequence[
     if max(gpus) >= num_gpus:
         raise ValueError(
             f"rollout.servers={rollout.servers} x rollout.tensor_parallel={size} would take GPUs "
-            f"{list(gpus)} of this machine, which has {num_gpus} and trains on {num_trainers}: "
+            f"{list(gpus)}, but this machine has {num_gpus} and trains on {num_trainers}: "
             "lower one, set rollout.gpus, or rollout.colocate=true to share the trainer's"
         )
     if not rollout.colocate and min(gpus) < num_trainers:

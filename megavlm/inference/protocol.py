@@ -302,7 +302,7 @@ def json_object(reply: httpx.Response) -> dict[str, Any]:
     """Return the JSON object in a reply. Raises ValueError if the reply is anything else."""
     answer = reply.json()
     if not isinstance(answer, dict):
-        raise ValueError(f"{str(answer)[:100]!r} is no JSON object")
+        raise ValueError(f"{str(answer)[:100]!r} is not a JSON object")
     return answer
 
 
@@ -488,8 +488,8 @@ def _routes(
     aborted = str(meta["finish_reason"]["type"]) == ABORT
     if text is None and not aborted:
         raise RolloutRequestError(
-            "a rollout server returns no experts, which algorithm.routing_replay=true replays: "
-            "start it with --enable-return-routed-experts, or set routing_replay=false"
+            "algorithm.routing_replay=true needs the routed experts, but a rollout server returns "
+            "none: start it with --enable-return-routed-experts, or set routing_replay=false"
         )
     first, kept = routed
     wanted = num_before + num_tokens - 1 - first

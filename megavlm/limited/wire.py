@@ -39,7 +39,7 @@ def _encoded(values: Any, of_bytes: Callable[[bytes], Any], *, allow_nan: bool =
             return of_bytes(bytes(value))
         if isinstance(value, date | time | timedelta | Decimal | UUID):
             return str(value)
-        raise TypeError(f"{value!r:.80} is a {type(value).__name__}, which has no form in JSON")
+        raise TypeError(f"{value!r:.80} is a {type(value).__name__}, and JSON cannot hold it")
 
     try:
         return json.dumps(values, default=default, allow_nan=allow_nan).encode()

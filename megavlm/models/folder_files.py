@@ -17,8 +17,8 @@ def check_pickles(folder: Path) -> None:
     names = [path.name for kind in ("*.bin", "*.pt", "*.pth") for path in folder.glob(kind)]
     if names and not any(folder.glob("*.safetensors")):
         raise ValueError(
-            f"{folder} holds pickled weights ({min(names)}), which can run any code when they are "
-            "loaded: if you trust them, save them as safetensors (save_pretrained in transformers)."
+            f"{folder} holds pickled weights ({min(names)}); loading them can run any code: "
+            "if you trust them, save them as safetensors (save_pretrained in transformers)."
         )
 
 

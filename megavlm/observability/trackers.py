@@ -112,7 +112,7 @@ def check_trackers(names: Iterable[str]) -> None:
             import_of_key("run.trackers", name)
         elif importlib.util.find_spec(WANDB) is None:
             raise ValueError(
-                "run.trackers=wandb needs the package wandb, which is not installed: pip install "
+                "run.trackers=wandb needs the package wandb, but it is not installed: pip install "
                 "'megavlm[wandb]', or remove it"
             )
 

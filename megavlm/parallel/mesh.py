@@ -147,7 +147,7 @@ def build_mesh(
     if dist.get_backend() == "gloo" and layout.expert > 1 and layout.expert_tensor > 1:
         raise ValueError(
             f"parallel.expert={layout.expert} with parallel.expert_tensor={layout.expert_tensor} "
-            "gathers tokens in unequal numbers, which gloo cannot: on a CPU set one of them to 1."
+            "gathers unequal numbers of tokens, but gloo cannot: on a CPU set one of them to 1."
         )
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()

@@ -97,8 +97,8 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise ValueError(
-            f"it returned {value!r:.50}, which is not a number: return a number, or a mapping with "
-            "the number `reward`"
+            f"it returned {value!r:.50}, but that is not a number: return a number, or a mapping "
+            "with the number `reward`"
         ) from None
 
 

@@ -68,7 +68,7 @@ class Nodes:
         """Return the number of ranks on each machine. Raises ValueError if they differ."""
         if num_ranks % self.count:
             raise ValueError(
-                f"the layout has {num_ranks} ranks, which --nodes {self.count} does not divide: "
+                f"--nodes {self.count} does not divide the {num_ranks} ranks of the layout: "
                 "change parallel.data, or the number of nodes"
             )
         return num_ranks // self.count

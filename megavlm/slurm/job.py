@@ -99,8 +99,8 @@ class Job:
                 raise ValueError(f"--env {variable} is not NAME=VALUE: write NCCL_DEBUG=INFO, say")
         if self.is_heterogeneous and (self.array or not self.rollout_nodes):
             raise ValueError(
-                "--rollout-sbatch and --rollout-gpus-per-node make a heterogeneous job, which "
-                "needs --rollout-nodes, and of which Slurm makes no --array: leave them out"
+                "--rollout-sbatch and --rollout-gpus-per-node request a heterogeneous job: it "
+                "needs --rollout-nodes, and Slurm does not support --array for it"
             )
 
     @property

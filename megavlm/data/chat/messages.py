@@ -112,8 +112,8 @@ class _Parts:
             del given["text"]
         if given:
             raise ValueError(
-                f"{where} has a part of type {kind} with the key {next(iter(given))!r}, which "
-                "is not read; remove it"
+                f"{where} has a part of type {kind} with the key {next(iter(given))!r}, but "
+                "this key is not read; remove it"
             )
         return text
 

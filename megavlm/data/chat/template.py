@@ -217,8 +217,8 @@ class ChatTemplate:
         for key in sorted(used):
             if not re.search(rf"\b{key}\b", self._template):
                 raise ValueError(
-                    f"{row.source}: the chat has {key}, which the model's chat template does not "
-                    "read: write them into the text of the messages, or take a model whose "
+                    f"{row.source}: the chat has {key}, but the model's chat template does not "
+                    "read them: write them into the text of the messages, or take a model whose "
                     "template reads them"
                 )
 

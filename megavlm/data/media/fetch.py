@@ -161,7 +161,7 @@ def _request(parts: SplitResult, max_bytes: int, deadline: float) -> bytes | str
 
 def _body(response: http.client.HTTPResponse, url: str, max_bytes: int, deadline: float) -> bytes:
     if response.getheader("Content-Encoding", "identity") != "identity":
-        raise ValueError(f"{url}: the response is compressed, which was not requested")
+        raise ValueError(f"{url}: the response is compressed although no compression was requested")
     chunks, size = [], 0
     while chunk := response.read(_CHUNK):
         size += len(chunk)

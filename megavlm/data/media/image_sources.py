@@ -84,8 +84,8 @@ def check_keys(struct: Mapping[str, Any], known: Sequence[str], kind: Kind) -> N
     for key, value in struct.items():
         if key not in (*known, *IGNORED) and value is not None:
             raise ValueError(
-                f"{_A[kind]} has the key {key!r} ({value!r:.80}), which is not read; it may have "
-                f"{', '.join(known)}: remove the key, or store the {kind} as the model should see "
+                f"{_A[kind]} has the key {key!r} ({value!r:.80}), but only these are read: "
+                f"{', '.join(known)}; remove the key, or store the {kind} as the model should see "
                 "it (frames are sampled and resized by data.video_fps, data.video_max_frames, "
                 "data.video_max_pixels and data.max_pixels)"
             )

@@ -73,7 +73,7 @@ def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
         import av
     except ImportError as error:
         raise ValueError(
-            "a video file is decoded by PyAV, which is not installed: pip install "
+            "video files need PyAV, but it is not installed: pip install "
             "'megavlm[video]', or store the video as frames"
         ) from error
     try:

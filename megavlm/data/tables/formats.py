@@ -270,9 +270,9 @@ class ListTable(LinesTable):
         try:
             records = json.loads(text)
             if not isinstance(records, list):
-                raise ValueError("the file is no list")
+                raise ValueError("the file is not a list")
             if others := [i for i, record in enumerate(records) if not isinstance(record, dict)]:
-                raise ValueError(f"item {others[0]} is no object")
+                raise ValueError(f"item {others[0]} is not an object")
         except ValueError as error:
             raise ValueError(
                 f"{file.url}: not a JSON list of objects, or an object on each line ({error})"

@@ -216,5 +216,7 @@ def _our_part(part: Mapping[str, Any]) -> str | Image:
         return str(part["text"])
     kind, _, data = part.get("image_url", {}).get("url", "").partition(";base64,")
     if not kind.startswith("data:"):
-        raise ValueError(f"a message has a part of type {part['type']} that is no embedded image")
+        raise ValueError(
+            f"a message has a part of type {part['type']}, but only embedded images are read"
+        )
     return Image(base64.b64decode(data))

@@ -16,7 +16,7 @@ _KINDS = {
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no value of JSON")
+    raise ValueError(f"{constant} is not a JSON value")
 
 
 strict_json = json.JSONDecoder(parse_constant=_refuse)

@@ -63,7 +63,7 @@ class Probes:
         """
         info = await self._info(handle, "/model_info", QUICK)
         if "weight_version" not in info:
-            raise ProbeError("/model_info: no weight_version, which SGLang reports")
+            raise ProbeError("/model_info lacks the weight_version that SGLang reports")
         return str(info["weight_version"])
 
     async def check_generation(self, handle: ServerHandle) -> None:
@@ -80,7 +80,7 @@ class Probes:
     async def _loads(self, handle: ServerHandle) -> list[Any]:
         loads = (await self._info(handle, "/v1/loads?include=core", QUICK)).get("loads")
         if not isinstance(loads, list):
-            raise ProbeError("/v1/loads: no loads, which SGLang reports")
+            raise ProbeError("/v1/loads lacks the loads that SGLang reports")
         return loads
 
     async def queue(self, handle: ServerHandle) -> list[int]:

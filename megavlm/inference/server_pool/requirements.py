@@ -49,7 +49,7 @@ class Requirements:
             )
         if self.routes and info.get("enable_return_routed_experts") is not True:
             raise ValueError(
-                "does not return the experts of tokens, which algorithm.routing_replay=true "
+                "does not return the routed experts that algorithm.routing_replay=true "
                 "replays: start it with --enable-return-routed-experts, or set routing_replay=false"
             )
         loaders = info.get("custom_weight_loader") or ()
@@ -71,8 +71,8 @@ class Requirements:
         if one_machine and info["device"] == "cuda" and nodes > 1:
             raise ValueError(
                 f"runs on {nodes} nodes, but rollout.sync={self.sync} hands its ranks handles of "
-                "GPU memory, which can be opened only on the machine of the trainer's rank 0: set "
-                f"rollout.sync to {transports_with(one_machine=False)}"
+                "GPU memory that only processes on the machine of the trainer's rank 0 can open: "
+                f"set rollout.sync to {transports_with(one_machine=False)}"
             )
         return info["tp_size"], info["device"], VIDEOS in loaders
 
@@ -90,9 +90,9 @@ def check_version(info: Mapping[str, Any]) -> None:
         )
     if version < DRAFTING and info.get("speculative_algorithm"):
         raise ValueError(
-            f"runs SGLang {info.get('version')} with speculative decoding, which is supported from "
-            f"{'.'.join(map(str, DRAFTING))} on: update it, or start the server without "
-            "--speculative-algorithm"
+            f"runs SGLang {info.get('version')} with speculative decoding, but needs "
+            f"{'.'.join(map(str, DRAFTING))} or newer for it: update it, or start the server "
+            "without --speculative-algorithm"
         )
     if version > NEWEST:
         logger.warning(

@@ -98,8 +98,8 @@ def language_fields(
     if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
         raise ValueError(
             f"text_config: layers from {text.max_window_layers} on have a sliding window of "
-            f"{text.sliding_window} tokens, which is not supported; set use_sliding_window to "
-            "false."
+            f"{text.sliding_window} tokens, but sliding windows are not supported; set "
+            "use_sliding_window to false."
         )
     return {
         **sizes,

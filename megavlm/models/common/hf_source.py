@@ -30,7 +30,7 @@ class HFFolder(Mapping[str, Tensor]):
         for name, file_name in _index(self.folder).items():
             if name not in self._places:
                 raise ValueError(
-                    f"{self.folder / file_name} does not hold {name}, which {INDEX} places there."
+                    f"{self.folder / file_name} does not hold {name}, although {INDEX} says so."
                 )
 
     def __getitem__(self, name: str) -> Tensor:
@@ -131,7 +131,7 @@ def _index(folder: Path) -> dict[str, str]:
     for name, file_name in places.items():
         if names[name] != file_name:
             raise ValueError(
-                f"{path} places {name} in {file_name!r}, which is not a file of this folder."
+                f"{path} places {name} in {file_name!r}, but this folder has no such file."
             )
     return dict(places)
 

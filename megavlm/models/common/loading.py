@@ -120,7 +120,7 @@ class HubTensors:
         if missing:
             raise ValueError(
                 f"{self._source} has no tensor {missing[0]}{_and_more(missing)}, "
-                f"which its config.json asks for."
+                f"but its config.json needs it."
             )
         unknown = [name for short, name in self._names.items() if short not in expected]
         if HEAD in unknown:  # tied embeddings, written twice

@@ -77,7 +77,7 @@ def choose(targets: Sequence[str], names: Mapping[str, str], *, has_tower: bool)
         if not found and (has_tower or not target.startswith(("vision.", VISION))):
             paths = sorted({re.sub(r"\.\d+\b", ".*", name) for name in names})
             raise ValueError(
-                f"lora.targets holds {target!r}, which matches nothing in this model: it has "
+                f"lora.targets has {target!r}, but it matches nothing in this model: it has "
                 f"{', '.join(sorted(set(names.values())))}, and the paths {', '.join(paths)}."
             )
         chosen |= found

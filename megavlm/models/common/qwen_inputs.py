@@ -38,8 +38,8 @@ class QwenImages(ImageProcessor):
         if not smallest <= low <= high <= largest:
             raise ValueError(
                 f"data.min_pixels={low}, data.max_pixels={high}: they must lie in this order "
-                f"within {smallest} to {largest}, the bounds of the model folder's image "
-                "processor, which the rollout server applies again"
+                f"within {smallest} to {largest}, because the rollout server resizes to these "
+                "bounds of the model folder's image processor"
             )
         self._processor, self._low, self._high = image_processor, low, high
 
@@ -68,7 +68,7 @@ class QwenImages(ImageProcessor):
         if processor.get_number_of_image_patches(height, width, {}) != processed.num_patches:
             raise ValueError(
                 f"an image of {picture.width} x {picture.height} pixels becomes {width} x "
-                f"{height}, which the rollout server would resize again; crop it"
+                f"{height}, but the rollout server would resize it again; crop it"
             )
         return processed
 

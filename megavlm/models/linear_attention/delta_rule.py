@@ -29,8 +29,8 @@ def choose_rule() -> Rule:
         return chunk_gated_delta_rule
     if not importlib.util.find_spec("fla"):
         raise ValueError(
-            "this model has layers of linear attention, which need flash-linear-attention on a "
-            "GPU: install megavlm[linear-attention] (fla-core)."
+            "the linear attention layers of this model need flash-linear-attention on a GPU: "
+            "install megavlm[linear-attention] (fla-core)."
         )
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_rule
 

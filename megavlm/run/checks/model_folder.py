@@ -43,7 +43,7 @@ def check_model(folder: Path, config: Config) -> Values:
     model_type = values.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(
-            f"model.folder={folder} holds a model of type {model_type!r}, which is not supported: "
+            f"model.folder={folder} holds a model of type {model_type!r}, but it is not supported: "
             f"use one of {', '.join(FAMILIES)}"
         )
     try:
@@ -102,8 +102,8 @@ def _check_served(folder: Path, values: Values) -> None:
     for section in sections:
         for name in sorted(served[section].keys() - values[section].keys()):
             raise ValueError(
-                f"model.folder={folder}: its config.json has no {section}.{name}, which SGLang "
-                f"reads: add {json.dumps({name: served[section][name]})[1:-1]} to its {section}"
+                f"model.folder={folder}: SGLang reads {section}.{name} from config.json, but "
+                f"it is missing: add {json.dumps({name: served[section][name]})[1:-1]} to {section}"
             )
 
 
@@ -134,7 +134,7 @@ def check_weights(folder: Path) -> None:
         missing = sorted(named - {shard.name for shard in shards})
         if missing:
             raise ValueError(
-                f"model.folder={folder} lacks {missing[0]}, which its {index} names: "
+                f"model.folder={folder} lacks the file {missing[0]} that its {index} names: "
                 "download it again"
             )
     for shard in shards:

@@ -284,7 +284,7 @@ def check_transformer_engine(optimizer: Optimizer) -> None:
         if optimizer.megatron_options["use_precision_aware_optimizer"]:
             raise ValueError(
                 "optimizer.megatron.use_precision_aware_optimizer=true needs Transformer Engine's "
-                "optimizer, which is not installed: pip install --no-build-isolation "
+                "optimizer, but it is not installed: pip install --no-build-isolation "
                 "'transformer-engine[core_cu13,pytorch]', or set it to false"
             )
         return
@@ -335,9 +335,9 @@ def check_handles(rollout: Rollout) -> None:
 
     if platform.has_gpu():
         raise ValueError(
-            f"rollout.urls holds {remote[0]}, which is not on this machine, but "
-            f"rollout.sync={rollout.sync} hands servers handles of GPU memory, which can be opened "
-            "only on the machine of the trainer's rank 0: set rollout.sync to "
+            f"rollout.urls holds {remote[0]} on another machine, but rollout.sync={rollout.sync} "
+            "hands servers handles of GPU memory that only processes on the machine of the "
+            "trainer's rank 0 can open: set rollout.sync to "
             f"{transports_with(one_machine=False)}"
         )
 

@@ -45,5 +45,5 @@ def _references(files: Sequence[str], key: str) -> Iterator[list[str]]:
                     yield captions
     if not found:
         raise ValueError(
-            f"{', '.join(files)}: no captions in {key!r}, which caption's options name"
+            f"{', '.join(files)}: no captions in {key!r}, the key that caption's options name"
         )

@@ -152,7 +152,7 @@ class Zoom(ToolEnvironment):
         found = pictures.shares(point, span)
         if not all(0 <= share <= 1 for share in found):
             raise ToolError(
-                f"the point {_shown(point)} is outside of image {image}, which spans "
+                f"the point {_shown(point)} is outside of image {image} with the span "
                 f"[0, 0, {span[0]}, {span[1]}]"
             )
         return found

@@ -165,14 +165,14 @@ CASES = {
     "missing shard": (lose_a_shard, r"part-1\.safetensors is missing: .* places \d+ tensors in it"),
     "missing in shard": (lose_a_tensor_of_a_shard, r"part-0\.safetensors does not hold .*\.weight"),
     "truncated": (truncate, r"model\.safetensors is not a complete safetensors file"),
-    "pickle": (pickle, r"pytorch_model\.bin.* can run any code when they are loaded"),
+    "pickle": (pickle, r"pytorch_model\.bin.* loading them can run any code"),
     "unknown key": (
         lambda hf: rewrite(hf, lambda tensors: tensors.update(extra=torch.ones(2))),
         r"extra in .*model\.safetensors is not a tensor of the model that its config\.json",
     ),
     "missing key": (
         lambda hf: rewrite(hf, lambda tensors: tensors.pop(NORM)),
-        rf"has no tensor {NORM}, which its config\.json asks for",
+        rf"has no tensor {NORM}, but its config\.json needs it",
     ),
     "wrong shape": (
         lambda hf: rewrite(hf, lambda tensors: tensors.update({NORM: torch.ones(5)})),
@@ -214,7 +214,7 @@ CASES = {
     ),
     "no such dtype": (
         lambda hf: configure(hf, dtype="float99"),
-        r"config\.json has dtype='float99', which is not a dtype of torch",
+        r"config\.json has dtype='float99', but torch has no such dtype",
     ),
     "no such dtype of a part": (
         lambda hf: configure_text(hf, torch_dtype="Tensor"),

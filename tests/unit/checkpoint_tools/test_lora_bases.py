@@ -42,7 +42,9 @@ def test_adapters_beside_their_model(
     assert torch.equal(logits(load(both)), theirs)
 
     message = refusal(capsys, "import", both, tmp_path / "out")
-    assert f"{both} holds adapters beside its model, " in message and "or move them away" in message
+    assert (
+        f"{both} contains both a model and adapters" in message and "or move them away" in message
+    )
     for command in (
         ("inspect", both),
         ("verify", both, hf),

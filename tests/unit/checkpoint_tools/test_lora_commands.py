@@ -94,11 +94,11 @@ CASES: dict[str, tuple[Spoil, str]] = {
     "what is not known": (configured(use_tomorrow="yes"), r"has use_tomorrow='yes', but only"),
     "changed base": (
         configured(init_lora_weights="pissa_niter_4"),
-        r"has init_lora_weights='pissa_niter_4', which changes the base weights, too: convert it",
+        r"has init_lora_weights='pissa_niter_4', but that changes the base weights: convert it",
     ),
     "changed base, as PEFT reads it": (
         configured(init_lora_weights="OLoRA"),
-        r"has init_lora_weights='OLoRA', which changes the base weights, too: convert it",
+        r"has init_lora_weights='OLoRA', but that changes the base weights: convert it",
     ),
     "another method": (configured(peft_type="LOHA"), r"adapters: peft_type 'LOHA' is not LORA"),
     "no rank": (configured(r=None), r"is not a configuration of LoRA adapters: int\(\) argument"),
@@ -109,11 +109,11 @@ CASES: dict[str, tuple[Spoil, str]] = {
     ),
     "alpha 0": (
         configured(lora_alpha=0),
-        r"is not a configuration of LoRA adapters: an alpha is 0, which disables the adapters",
+        r"is not a configuration of LoRA adapters: an alpha of 0 disables the adapters",
     ),
     "alpha 0 of some": (
         configured(alpha_pattern={"k_proj": 0.0}),
-        r"is not a configuration of LoRA adapters: an alpha is 0, which disables the adapters",
+        r"is not a configuration of LoRA adapters: an alpha of 0 disables the adapters",
     ),
     "infinite rank": (
         configured(r=float("inf")),

@@ -299,7 +299,7 @@ def test_what_cannot_be_loaded_is_named_on_every_rank(hf: Path, tmp_path: Path) 
         (hf, tmp_path / "trained", 2, True, "no complete checkpoint of step 2; it has steps 3."),
         (other, tmp_path / "imported", None, True, "qwen2_5_vl, but model.folder one of qwen2_vl"),
         (wide, tmp_path / "imported", None, True, "(512, 128), but the model's has (1024, 128): "),
-        (deep, tmp_path / "trained", None, True, "which the model needs: "),
+        (deep, tmp_path / "trained", None, True, "but the model needs it: "),
     ):
         for layout in ("TP2", "PP2"):  # of two stages, the first could do without what is missing
             first, second = launch(2, load_error, source, LAYOUTS[layout], folder, step, weights)

@@ -124,7 +124,7 @@ BAD = [
     (["train", "RECIPE", "--nodes", "2", "--master", "a:1"], "needs --node-rank, 0 to 1"),
     (
         ["train", "RECIPE", "--nodes", "2", "--master", "a:1", "--node-rank", "1"],
-        "the layout has 1 ranks, which --nodes 2 does not divide",
+        "--nodes 2 does not divide the 1 ranks of the layout",
     ),
     (["evaluate", "RECIPE", "data.test_files=[]"], "data.test_files=[] names no data"),
     (["report", "none"], "none is not a run directory: it has no metrics.jsonl"),

@@ -92,7 +92,7 @@ BROKEN = {
     (
         TEACHER,
         "rollout.temperature=0.7",
-    ): "a teacher, which scores at temperature 1, but rollout.te",
+    ): "scores at temperature 1, but rollout.temperature=0.7: set it",
     (
         TEACHER,
         "rollout.replay=x",
@@ -100,10 +100,10 @@ BROKEN = {
     (
         TEACHER,
         "data.video_key=videos",
-    ): "names a teacher, which is sent no videos, but data.video_k",
+    ): "is sent no videos, but data.video_key=videos: set it to null",
     (
         "distillation.urls=[node:30000]",
-    ): "distillation.urls has 'node:30000', which is no URL: writ",
+    ): "distillation.urls has 'node:30000', but that is not a URL: writ",
     ("distillation.kl_estimator=k1",): "distillation.kl_estimator=",
     ("algorithm.policy_loss=gspo",): "set algorithm.loss_aggregation=sequence_mean",
     (
@@ -219,7 +219,7 @@ BROKEN = {
         "lora.dropout=0.1",
         "lora.targets=[vision.mlp]",
         "recompute.tower=true",
-    ): "lora.dropout=0.1 with adapters in the tower does not go with recompute.tower=true",
+    ): "lora.dropout=0.1 with adapters in the tower needs recompute.tower=false",
     ("data.min_pixels=9", "data.max_pixels=8"): "data.min_pixels=9 is above data.max_pixels=8",
     ("data.pack_tokens=1023",): "data.pack_tokens=1023 cannot hold a prompt",
     (
@@ -490,7 +490,7 @@ def test_what_a_rule_allows(recipe: Path, overrides: tuple[str, ...]) -> None:
     ],
 )
 def test_a_url_is_scheme_host_and_port(recipe: Path, url: str) -> None:
-    with pytest.raises(ValueError, match="which is not a server's address: write http://HOST:PORT"):
+    with pytest.raises(ValueError, match="that is not a server's address: write http://HOST:PORT"):
         load(recipe, ["rollout.mode=external", f"rollout.urls=['{url}']"])
 
 

@@ -47,7 +47,7 @@ ENVIRONMENT = "internal_states"
         (
             {"version": "0.5.22", "speculative_algorithm": "EAGLE"},
             Requirements(),
-            r"runs SGLang 0\.5\.22 with speculative decoding, which is supported from 0\.5\.23",
+            r"runs SGLang 0\.5\.22 with speculative decoding, but needs 0\.5\.23",
         ),
         ({"version": "0.5.22", "speculative_algorithm": None}, Requirements(), None),
         ({"version": "0.5.23", "speculative_algorithm": "EAGLE"}, Requirements(), None),

@@ -113,7 +113,7 @@ def test_dense_layers_among_expert_layers() -> None:
         (
             "Qwen2.5-VL-7B",
             {"use_sliding_window": True, "max_window_layers": 20},
-            "layers from 20 on have a sliding window of 32768 tokens, which is not supported",
+            "layers from 20 on have a sliding window of 32768 tokens, but sliding windows are not",
         ),
         ("Qwen3.5-4B", {"attention_bias": True}, "attention_bias: a bias is not supported"),
         ("Qwen3-VL-30B-A3B", {"norm_topk_prob": False}, "norm_topk_prob: routers whose weights"),

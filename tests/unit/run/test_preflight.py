@@ -57,14 +57,17 @@ def _missing_shard(folder: Path) -> None:
             "type 'llama', which is not supported: use one of qwen2_vl, qwen2_5_vl, qwen3_vl",
         ),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no *.safetensors"),
-        (_pickled, "pickled weights (pytorch_model.bin), which can run any code"),
+        (_pickled, "pickled weights (pytorch_model.bin); loading them can run any code"),
         (_cut, "model.safetensors is damaged"),
-        (_missing_shard, "lacks more.safetensors, which its model.safetensors.index.json names"),
+        (
+            _missing_shard,
+            "lacks the file more.safetensors that its model.safetensors.index.json names",
+        ),
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer"),
         (lambda folder: (folder / "preprocessor_config.json").unlink(), "has no image processor"),
         (
             lambda folder: (folder / "adapter_config.json").write_text("{}"),
-            "holds adapters beside its model, which would be ignored: merge them",
+            "contains both a model and adapters; the adapters would be ignored: merge them",
         ),
         (
             lambda folder: (folder / "model.safetensors").write_bytes(LFS_POINTER),
@@ -74,7 +77,7 @@ def _missing_shard(folder: Path) -> None:
             lambda folder: (folder / "config.json").write_text(
                 json.dumps({**TINY_CONFIG, "quantization_config": {"quant_method": "fp8"}})
             ),
-            "describes quantised weights (fp8), which are neither trained nor converted",
+            "describes quantised weights (fp8), but they can be neither trained nor converted",
         ),
     ],
 )

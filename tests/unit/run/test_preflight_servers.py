@@ -34,7 +34,7 @@ def test_port_in_use(write_recipe: WriteRecipe) -> None:
 def test_handles_of_gpu_memory_stay_on_their_machine(write_recipe: WriteRecipe, gpu: None) -> None:
     tensor = "rollout.sync=tensor"
     text = refused(write_recipe(), *external(HERE, REMOTE), tensor)
-    assert f"rollout.urls holds {REMOTE}, which is not on this machine" in text
+    assert f"rollout.urls holds {REMOTE} on another machine" in text
     assert tensor in text and "set rollout.sync to distributed or disk" in text
     for fine in (
         (*external(HERE, "http://localhost:30001"), tensor),

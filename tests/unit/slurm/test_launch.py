@@ -113,8 +113,8 @@ def test_rollout_nodes_of_another_kind_are_a_component() -> None:
     ("options", "message"),
     [
         ({"nodes": 2, "rollout_nodes": 2}, "--nodes 2 cannot hold --rollout-nodes 2 and a trainer"),
-        ({"rollout_gpus_per_node": 4, "array": "0-3"}, "makes no --array: leave them out"),
-        ({"rollout_sbatch": ["-x"], "rollout_nodes": 0}, "which needs --rollout-nodes"),
+        ({"rollout_gpus_per_node": 4, "array": "0-3"}, "Slurm does not support --array for it"),
+        ({"rollout_sbatch": ["-x"], "rollout_nodes": 0}, "it needs --rollout-nodes"),
         ({"env": ["NCCL_DEBUG"]}, "--env NCCL_DEBUG is not NAME=VALUE"),
     ],
 )

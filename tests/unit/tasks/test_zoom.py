@@ -177,13 +177,13 @@ def test_a_bad_call_is_one_sentence() -> None:
         ({"box": [0, 0, 9, 9], "image": 2}, "there is no image 2; the images that you have"),
         ({"box": [0, 0, 9, 9], "image": 0}, "there is no image 0"),
         ({"box": [0, 0, 9]}, "zoom: box: List should have at least 4 items"),
-        ({"box": [0, 0, 9, float("nan")]}, "the call is not JSON (NaN is no value of JSON)"),
+        ({"box": [0, 0, 9, float("nan")]}, "the call is not JSON (NaN is not a JSON value)"),
         ({}, "zoom: box: Missing required argument"),
     ):
         assert played.error("zoom", **arguments).startswith(text)
     assert played.error("mark", place=[1, 2, 3]).startswith("mark: place has 3 numbers")
     assert played.error("mark", place=[1, 2000]) == (
-        "the point [1, 2000] is outside of image 1, which spans [0, 0, 1000, 1000]"
+        "the point [1, 2000] is outside of image 1 with the span [0, 0, 1000, 1000]"
     )
     pixel = Played(encode(NOISE), share=0.5, coordinates="pixels")
     assert "spans [0, 0, 280, 210]" in pixel.error("zoom", box=[300, 0, 400, 10])

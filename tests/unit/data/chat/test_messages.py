@@ -148,11 +148,11 @@ def test_a_part_holds_its_image_where_no_column_is_named(
         ([{"type": "image", "image": {"file_id": "x"}}], "an image has neither bytes nor a path"),
         (
             [{"type": "image", "image": {"path": "a.png", "min_pixels": 9}}],
-            r"column 'messages': an image has the key 'min_pixels' \(9\), which is not read",
+            r"column 'messages': an image has the key 'min_pixels' \(9\), but only these are read",
         ),
         (
             [{"type": "video", "video": {"path": "a.png", "video_start": 0.5}}],
-            r"column 'messages': a video has the key 'video_start' \(0\.5\), which is not read",
+            r"column 'messages': a video has the key 'video_start' \(0\.5\), but only these are",
         ),
         ([{"type": "image", "index": 1}], "index=1; images are taken in order"),
         ([{"type": "image", "image": ""}], "an image has neither bytes nor a path"),

@@ -236,7 +236,7 @@ def test_long_and_large_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ValueError, match=r"PyAV, which is not installed: pip install 'megavlm\["):
+    with pytest.raises(ValueError, match=r"PyAV, but it is not installed: pip install 'megavlm\["):
         read_header(b"")
 
 

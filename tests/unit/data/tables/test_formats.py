@@ -424,8 +424,8 @@ def test_a_json_file_may_have_an_object_on_each_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{\n "data": [{"problem": "q"}]\n}', "the file is no list"),
-        ('[{"problem": "q"}, 3]', "item 1 is no object"),
+        ('{\n "data": [{"problem": "q"}]\n}', "the file is not a list"),
+        ('[{"problem": "q"}, 3]', "item 1 is not an object"),
         ('[{"problem": "q"} {"problem": "r"}]', "Expecting ',' delimiter"),
         ('[{"problem": "q"}', "Expecting ',' delimiter"),
         ('[{"problem": "\udce9"}]', "can't decode byte 0xe9"),
