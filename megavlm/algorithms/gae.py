@@ -33,10 +33,14 @@ def turn_gae(
     """
     if not len(rewards):
         return rewards.clone(), values.clone()
+    # `unique` sorts the pairs, so that turns become "tokens" of one row, sequence by sequence and
+    # in order, as `gae` needs them: ids [0, 0, 0, 1] with turns [0, 0, 1, 0] are the pairs (0, 0),
+    # (0, 1), (1, 0) and turn_of [0, 0, 1, 2].
     pairs, turn_of = torch.stack([ids, turns]).unique(dim=1, return_inverse=True)
     num = pairs.shape[1]
     turn_rewards = rewards.new_zeros(num).index_add(0, turn_of, rewards)
     order = torch.arange(len(ids), device=ids.device)
+    # Index of each turn's first token, here [0, 2, 3]: the state in which the turn is chosen.
     first = order.new_full((num,), len(ids)).scatter_reduce(0, turn_of, order, "amin")
     advantages, returns = gae(turn_rewards, values[first], pairs[0], gamma=gamma, lam=lam)
     return advantages[turn_of], returns[turn_of]

@@ -40,8 +40,8 @@ ResponseTask = asyncio.Task[list[list[Response]]]
 
 class Ask(Protocol):
     """Function that returns one response to another prompt. most: Limit of its tokens, if it is
-    below the sampling's. first_routed: The first token of the prompt whose routes are not known. A
-    cancelled call leaves its request without a use.
+    below the sampling's. first_routed: The first token of the prompt whose routes are not known. If
+    the call is cancelled, its request is dropped.
     """
 
     def __call__(

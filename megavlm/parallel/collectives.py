@@ -27,18 +27,23 @@ def scatter(parts: Sequence[Arrays] | None, mesh: "Mesh") -> Arrays:
     The driver sends a part at most twice, however many ranks receive it, because each rank that has
     received it forwards it to two others.
     """
+    # The ranks of a data rank are a binary tree by their index in `members`: index i receives from
+    # (i - 1) // 2 and forwards to 2 i + 1 and 2 i + 2. Of members [4, 5, 6, 7, 8], rank 4 sends to
+    # 5 and 6, and 5 to 7 and 8. Index 0 receives from the driver, which is index 0 of data rank 0.
     members = [rank for rank, data in enumerate(mesh.data_ranks) if data == mesh.data_rank]
     place = members.index(mesh.rank)
     sent = []
     if parts is not None:
         for data_rank in range(1, mesh.data_size):
-            to = mesh.data_ranks.index(data_rank)
+            to = mesh.data_ranks.index(data_rank)  # the first rank of that data rank
             sent.append(_Sent(_pack(parts[data_rank]), to, mesh.objects))
         packed = _pack(parts[0])
     else:
         packed = _receive(members[(place - 1) // 2] if place else 0, mesh.objects)
     for child in members[2 * place + 1 : 2 * place + 3]:
         sent.append(_Sent(packed, child, mesh.objects))
+    # Nothing deadlocks: a rank only receives from its parent, and every rank starts all its sends
+    # before it waits for any.
     for one in sent:
         one.wait()
     return _unpack(packed)

@@ -195,13 +195,18 @@ class GroupBuffer(Generic[T]):
         that are due in one of the next steps beyond the number that these steps train on.
         """
         assert self.version is not None
+        # Of the groups that are due in this step or in the `later` steps after it, those steps can
+        # take later * per_step, and this step has to take the rest. Groups of `chosen` count, and
+        # so do the places that it leaves free, because these wait for groups that still play.
+        # Example: weights 5, staleness 1, 2 groups a step. A and B were sampled by weights 4, so
+        # they are due now, and B still plays; C is of weights 5. If the step took A and C, B would
+        # be too old in the next one. So the step takes A now, and then waits for B.
         wanted = len(self._places)
-        for further in range(self.window.staleness + 1):
-            # After `further` more steps, groups of these weights and older ones are too old.
-            last = self.version - self.window.staleness + further
+        for later in range(self.window.staleness + 1):
+            last = self.version - self.window.staleness + later  # newest weights that are due
             due = sum(item.version <= last for item in self._started)
             taken = sum(item.version <= last for item in chosen)
-            needed = min(due - further * self.window.per_step, wanted)
+            needed = min(due - later * self.window.per_step, wanted)
             if taken + wanted - len(chosen) < needed:
                 return False
         return True

@@ -199,8 +199,10 @@ class CallTree:
         in the tree, and the length of the prefix. The node is cut there first.
         """
         ids, images = prompt.token_ids.numpy(), _images(prompt)
-        # The end of the longest prefix, its place in its node and its length: in responses of the
-        # episode and what follows them, in what its calls use of the rest, and in all of the rest.
+        # The longest prefix that is found: `own` in responses of this episode and what follows
+        # them, `used` in prompts that this episode's calls contain already, `other` in prompts of
+        # any episode. Of an image and a question of 300 tokens, the first call of episode 1 finds
+        # `other` = 300, and its second call, after a response of 20 tokens, `own` = 320.
         own = used = other = _Match(None, 0, 0)
         # Nodes to compare, each with the number of tokens before it. Responses may be equal, so
         # that several children can match.
@@ -218,8 +220,9 @@ class CallTree:
                 used = max(used, found, key=_length) if episode in node.users else used
             if count == len(node.ids):
                 open_nodes += [(child, before + count) for child in reversed(node.children)]
-        # A longer prefix of other episodes would be further tokens of this one, whose part of the
-        # tree then had more than its calls alone.
+        # `own` wins if it is longer than what the episode uses already, even over a longer prefix
+        # in another episode's prompt: below that prompt, the episode's part of the tree would have
+        # the tokens of its own response a second time.
         best, best_offset, longest = own if own.length > used.length else other
         if best is not None and best_offset < len(best.ids):
             best = self._cut(best, best_offset)

@@ -21,17 +21,17 @@ from megavlm.training.step.vision_features import VisionFeatures
 def done_early(config: Config) -> Literal["nothing", "passes", "gradients"]:
     """Return the work of a step that is done before its last group has arrived.
 
-    nothing: The step is one wave. So it is without rollout.overlap, in a replay, whose groups are
-    all there, and with an advantage estimator that may look at all groups of a minibatch: one of
-    the user's own that does not declare `within_groups`.
+    "nothing": The whole step is one wave. This is the case without rollout.overlap, in a replay,
+    and with an advantage estimator that may look at all groups of a minibatch (an estimator of the
+    user's own that does not declare `within_groups`).
 
-    passes: Images are encoded, and log-probs and values computed. So it is where the loss needs the
+    "passes": Images are encoded, and log-probs and values computed. Used when the loss needs the
     whole step (`needs_whole_step`).
 
-    gradients: In addition, the gradient of the step's first update accumulates. So it is in GRPO
-    and its relatives. With `minibatches` above 1, groups of later minibatches have their passes
-    done early; updates after the first wait for all groups, since old log-probs belong to the
-    weights before the step.
+    "gradients": In addition, the gradient of the step's first update accumulates. Used for GRPO and
+    its relatives. With `minibatches` above 1, groups of later minibatches have their passes done
+    early; updates after the first wait for all groups, because old log-probs belong to the weights
+    before the step.
 
     What only reports or changes the next step (KL control, curriculum, metrics) needs no rule. With
     dynamic sampling, groups without signal are held back until the last wave (GroupBuffer.take).
@@ -145,8 +145,11 @@ class ArrivedWaves:
             [pack for part in parts for pack in part]
             for parts in zip(*(batch.minibatches for batch in batches), strict=True)
         ]
-        # The first update's gradients are scaled as a whole (Updater.apply); its packs are scaled
-        # for later epochs.
+        # The losses were divided by an assumed denominator; scale = assumed / true, for example
+        # 1000 / 1250 = 0.8. This does not scale the first update twice: `begin_update` has
+        # accumulated its gradient from the old weights, and Updater.apply scales that gradient as
+        # a whole. The weights set here are read by the later minibatches, which have had no
+        # gradient yet, and by every minibatch in later epochs.
         for packs, scale in zip(minibatches, scales, strict=True):
             for pack in packs:
                 if pack.columns is not None:

@@ -51,7 +51,9 @@ class WeightPusher:
             try:
                 report = self._sync.update_weights(self._state.step, without=failed)
             except ServersFailed as error:
-                failed = failed | error.urls if error.left else set()
+                # Leave out all servers that failed in this push, if others are left. If none is,
+                # forget them: the next attempt waits for the servers that recover.
+                failed = (failed | error.urls) if error.left else set()
             else:
                 self._reports.append(report)
                 return

@@ -72,6 +72,7 @@ class SyncCoordinator:
         try:
             layouts = self._layouts(servers)
             refitted = [x.url for x in servers.live if full or x.needs_all]
+            # Adapters are loaded while a server generates; only base weights need a pause.
             loading = refitted if self._adapter_config else [x.url for x in servers.live]
             pause = {"mode": self._settings.pause}
             servers.request_each("/pause_generation", dict.fromkeys(loading, pause))
@@ -174,6 +175,7 @@ class SyncCoordinator:
         them are marked as lost.
         """
         path = "/server_info"
+        # A server that needs all tensors may be a new process at a known URL.
         unread = [x.url for x in servers.live if x.needs_all or x.url not in self._infos]
         self._infos |= servers.request_each(path, dict.fromkeys(unread))
         infos = {x.url: self._infos[x.url] for x in servers.live}

@@ -33,6 +33,11 @@ class Run:
     """Consecutive rows (or columns) of a trainer's shard that are consecutive in a server's
     parameter, too.
 
+    Example: gate and up have 8 rows each, and two trainer ranks hold [gate 0-3, up 0-3] and
+    [gate 4-7, up 4-7]. A server with one rank stores [gate 0-7, up 0-7]: the runs are start 0 from
+    shard 0 source 0, start 4 from shard 1 source 0, start 8 from shard 0 source 4, and start 12
+    from shard 1 source 4, each of length 4.
+
     start, source: First row in the parameter, and in the shard. part: Place of the entry among
     those of the parameter. shard: Number of the entry's shard.
     """
@@ -109,10 +114,14 @@ class Slices:
         if dim is None:
             dim = int(INPUT_CUT.fullmatch(parameter_name(entries[0].hf[0])) is not None)
         tensors: list[tuple[str, Tensor]] = []
-        places: list[tuple[int, int, int]] = [(0, 0, 0)]  # by number; 0 is padding
+        # Part, shard and row in the shard of each number. Numbers begin at 1, because servers pad
+        # parameters with zeros: a 0 that arrives in a parameter is padding.
+        places: list[tuple[int, int, int]] = [(0, 0, 0)]
         for part, entry in enumerate(entries):
             full, begin = entry.megatron_shape, len(places)
             numbers = torch.arange(begin, begin + full[dim])
+            # One row (or column) of numbers stands for the tensor: all that is done to it along
+            # its other dims is the same for every row.
             numbers = numbers.view([-1 if axis == dim else 1 for axis in range(len(full))])
             size = 1 if entry.shard.dim is None else self._sizes[entry.shard.axis]
             places += [(0, 0, 0)] * full[dim]
@@ -123,6 +132,8 @@ class Slices:
             if len(entry.hf_shapes[0]) != len(full):  # to_hf reshapes, so it needs every element
                 numbers = numbers.expand(full)
             tensors += to_hf([(entry, numbers)])
+        # Servers store their experts as one parameter [experts, rows, columns], so that numbers
+        # lie along dim + 1. Servers that shuffle this stack take whole experts by their own loader.
         if is_expert and layout.whole_experts:
             stored = [*hub_tensors(tensors)]
         else:

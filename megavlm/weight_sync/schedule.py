@@ -186,19 +186,29 @@ def make_schedule(
 
 
 def cut(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
-    """Cut a sequence of pieces into parts of nearly equal bytes. Pieces are split between rows."""
+    """Cut a sequence of pieces into parts of nearly equal bytes. Pieces are split between rows, and
+    each row is in exactly one part. The parts keep the order.
+
+    Example: pieces of 10 and 6 rows of 4 bytes (64 bytes) in 2 parts become [8 rows] and
+    [2 rows, 6 rows], 32 bytes each.
+    """
     ends = [*accumulate(piece.nbytes for piece in pieces)]
     total = ends[-1] if ends else 0
     places = [(0, 0)]  # where parts begin: a piece, and a row in it
     for number in range(1, parts):
         end = total * number // parts
-        index = bisect_right(ends, end)
+        index = bisect_right(ends, end)  # the piece that holds byte `end`
         piece = pieces[index]
+        # Its rows before byte `end`. FP8 numbers are only cut between blocks of BLOCK rows, because
+        # the rows of a block share their scale. If rounding reaches the end of the piece, the next
+        # part begins with the next piece.
         row = round((end - ends[index] + piece.nbytes) / (piece.unit * piece.step)) * piece.step
         places.append((index + 1, 0) if row == piece.length else (index, row))
     places.append((len(pieces), 0))
     result = []
     for (first, skipped), (last, row) in pairwise(places):
+        # A part has the pieces first to last - 1, `row` rows of piece `last`, and not the `skipped`
+        # rows of its first piece, which end the part before. Both ends may be in one piece.
         part = [*pieces[first:last]]
         if row:
             part.append(pieces[last]._replace(length=row))

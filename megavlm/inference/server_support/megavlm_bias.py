@@ -51,7 +51,7 @@ class SharedBias:
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), options: Any = None
     ) -> Any:
-        """Do what torch does with SGLang's matrix: add it to logits."""
+        """Add the bias to the logits, as SGLang does with its bias matrix."""
         assert function is Tensor.add_ and not options, "SGLang only adds it to logits"
         logits, shared = args
         values = shared.values.to(logits.dtype)

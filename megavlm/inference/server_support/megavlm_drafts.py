@@ -1,8 +1,8 @@
 """Weights of a draft model while a server's memory is released.
 
 SGLang releases a draft model's weights with those of the target, without a copy, and a trainer
-sends the target's alone. Without this module all drafts would be rejected from then on, which
-nothing tells but the `accept_length` of a step.
+sends only the target's. Without this module every draft would then be rejected, and only
+`accept_length` would show it.
 
 SGLang loads this module as a plugin (megavlm_plugins.dist-info).
 """

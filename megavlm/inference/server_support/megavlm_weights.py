@@ -258,8 +258,8 @@ class _Update:
             self._clear_padding()
 
     def _clear_padding(self) -> None:
-        """Set parameters that have padding, which is not sent, to zero. A server that released its
-        memory without a copy has anything there.
+        """Set parameters with padding to zero, because padding is not sent. After memory was
+        released without a backup, padding is uninitialised.
         """
         rest = {
             name: self._parameters[name].numel() for name, *_, w in self._plan["names"] if not w
@@ -464,7 +464,7 @@ def _copy(to: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
 
 
 def _give_up() -> None:
-    """End what a thread waits for. It may wait longer on its connection, so another is opened."""
+    """Unblock a waiting thread. Uses a second connection, because the thread's own is blocked."""
     _leave("")
     for key in [key for key in _stores if key[2] == "waits"]:
         del _stores[key]

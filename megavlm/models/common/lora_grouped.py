@@ -64,8 +64,8 @@ class GroupedLoRALinear(LoRALinear):
     def forward(  # type: ignore[override]
         self, x: Tensor, sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Map [T, columns] to [T, rows]; `sizes`: the tokens of each expert, which follow each
-        other.
+        """Map x [T, columns], sorted by expert, to [T, rows]. sizes: [E] number of tokens of each
+        expert, on the host.
         """
         output, bias = self.base(x, sizes)
         if not self.enabled:
@@ -88,6 +88,7 @@ class GroupedLoRALinear(LoRALinear):
         for key, parameter in self.named_parameters(recurse=False):
             offsets, dim = [(first, expert.rank(), expert.size())], self._cut_dim(key)
             if dim is not None:
+                # dim may be negative: -1 of [E, R, columns] is dim 2, behind the prepended axes.
                 offsets.append((first + dim % 3, group.rank(), group.size()))
             state[f"{prefix}{key}"] = ShardedTensor.from_rank_offsets(
                 f"{prefix}{key}",

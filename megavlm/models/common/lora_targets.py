@@ -37,7 +37,7 @@ class Site:
 
     parts: In the order of the mapping table's entry.
     num_blocks, order: As in LoRALinear.
-    experts: Set if the layer is of all experts of this rank, which it computes together.
+    experts: Set if the layer is a grouped linear over this rank's experts.
     """
 
     name: str

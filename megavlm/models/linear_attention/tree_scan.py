@@ -57,6 +57,7 @@ def make_tree_scan(
     levels = _levels(parents, segment_bounds, device)
     order = None
     if len(levels) > 1:
+        # The inverse of the levels' concatenation puts their outputs back in pack order.
         index = [level.token_index for level in levels if level.token_index is not None]
         order = torch.cat(index).argsort()
     return TreeScan(_taps(parents, segment_bounds, width - 1).to(device), levels, order)
@@ -64,6 +65,8 @@ def make_tree_scan(
 
 def _taps(parents: Sequence[int], bounds: Sequence[int], count: int) -> Tensor:
     total = bounds[-1]
+    # Within a segment, the tap is the token before. The first `count` tokens of a segment look into
+    # their parent's path, which need not be the tokens before them in the pack.
     taps = torch.arange(total) - torch.arange(1, count + 1)[:, None]
     tails: list[list[int]] = []  # the last tokens of each segment's path, newest first
     for segment, parent in enumerate(parents):
@@ -79,6 +82,9 @@ def _taps(parents: Sequence[int], bounds: Sequence[int], count: int) -> Tensor:
 def _levels(
     parents: Sequence[int], bounds: Sequence[int], device: torch.device | str
 ) -> tuple[Level, ...]:
+    # Segments of one depth do not depend on each other, so that one call of the kernel runs them
+    # all; the number of calls is the depth of the tree, and not the number of its segments. Parents
+    # come before their children, so one pass over `parents` finds every depth.
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 0)

@@ -68,6 +68,8 @@ class VisionFeatures:
                 key: self._encoded[key].to(device, non_blocking=True)
                 for key in dict.fromkeys(pack.images)
             }
+        # A trained tower: the ranks of the tensor and context axes encode a share of the pack's
+        # images each, and gather all features, with their gradients.
         plan = self._images.plan
         indices = plan.indices(pack.images)
         shares = plan.shares_of(indices)
@@ -92,7 +94,11 @@ def _encode_once(
     Features beyond `device_bytes` are in host memory. Collective over the ranks of the plan.
     """
     plan = images.plan
+    # If no image is shown by two data ranks, each data rank exchanges features among its own ranks.
     group = groups.tp_dp_cp if plan.across else groups.tp_cp
+    # All ranks take part in each round, because the exchange is collective; a rank with no image in
+    # a round sends nothing. Rounds bound the memory of the tower: with images of 4,000 patches and
+    # 10,000 patches at once, a rank encodes five images in three rounds.
     rounds = [
         [i for i, its_round in enumerate(plan.rounds) if its_round == number]
         for number in range(plan.num_rounds)
@@ -115,6 +121,7 @@ def _encode_once(
         device_bytes -= rows.nbytes
         if device_bytes < 0:
             rows = _to_host(rows)
+        # `order` is by sender, so it differs from the order of the plan.
         pieces = rows.split([num_tokens[place] for place in order])
         features |= {plan.keys[indices[p]]: x for p, x in zip(order, pieces, strict=True)}
     return features

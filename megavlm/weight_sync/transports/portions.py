@@ -167,8 +167,7 @@ class PortionTransport:
                         servers.mismatched.add(url)
                         servers.lose(
                             url,
-                            f"{url} holds other numbers than were sent, on its rank {rank}, in "
-                            f"{where}",
+                            f"{url}: checksum mismatch on rank {rank} in {where}",
                         )
             count += len(names)
         return count
@@ -358,6 +357,10 @@ class PortionTransport:
             self._read_answers(sending, store, complete=False)
         except Fault as refusal:
             lost = refusal.lost | lost
+        # A rank whose server died sees only a broken connection, and names no server. Then the
+        # servers are probed for a while, because a dying server may still answer. If a server is
+        # known to have failed, one round of probes tells whether it is dead or refused: dead ones
+        # go first, since their death may be why the others refused.
         dead: dict[str, str] = {}
         deadline = time.monotonic() + (0.0 if lost else PROBE_WINDOW)
         while True:

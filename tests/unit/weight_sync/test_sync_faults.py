@@ -184,7 +184,7 @@ def test_numbers_that_differ_name_the_tensor() -> None:
     with FakeEngine(SHAPES) as engine:
         engine.spoil = TRAINED[2]
         (result,) = launch(1, pushes, [engine.url], (4,))
-        wanted = f"holds other numbers than were sent, on its rank 0, in {TRAINED[2]}"
+        wanted = f"checksum mismatch on rank 0 in {TRAINED[2]}"
         assert result["outcomes"][0].endswith(wanted)
         assert result["told"] == [(engine.url, "failed")]
 
