@@ -218,7 +218,7 @@ CASES = {
     ),
     "no such dtype of a part": (
         lambda hf: configure_text(hf, torch_dtype="Tensor"),
-        r"config\.json has torch_dtype='Tensor', which is not a dtype of torch",
+        r"config\.json has torch_dtype='Tensor', but torch has no such dtype",
     ),
     "index of garbage": (
         lambda hf: (shard(hf), (hf / "model.safetensors.index.json").write_text("{")),

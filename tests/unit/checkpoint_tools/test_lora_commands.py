@@ -141,19 +141,19 @@ CASES: dict[str, tuple[Spoil, str]] = {
     ),
     "embedding": (
         rewritten(embedding),
-        r"embed_tokens\.lora_embedding_A, which is not one of a pair",
+        r"embed_tokens\.lora_embedding_A, but it is not part of a pair",
     ),
     "magnitude": (
         rewritten(magnitude),
-        r"k_proj\.lora_magnitude_vector, which is not one of a pair",
+        r"k_proj\.lora_magnitude_vector, but it is not part of a pair",
     ),
     "module": (
         rewritten(saved_module),
-        r"holds base_model\.model\.lm_head\.weight, which is not one",
+        r"holds base_model\.model\.lm_head\.weight, but it is not part",
     ),
     "head": (
         rewritten(head),
-        r"adapts lm_head, which is not a linear of this model that training can adapt",
+        r"adapts lm_head, but training can only adapt the linear layers of a model",
     ),
     "another model": (rewritten(narrow), r"self_attn\.k_proj as 64 x 100; the model's is 64 x 128"),
     "another rank": (
@@ -189,7 +189,7 @@ def test_a_base_that_is_not_there(
     configure(peft, base_model_name_or_path="Qwen/Qwen2.5-VL-3B-Instruct")
     message = refusal(capsys, "lora-import", peft, tmp_path / "out")
     assert (
-        "names 'Qwen/Qwen2.5-VL-3B-Instruct' as base model, which is not a folder here" in message
+        "names the base model 'Qwen/Qwen2.5-VL-3B-Instruct', but there is no such folder" in message
     )
     for command in (
         ("lora-import", peft, tmp_path / "out", "--base", checkpoint),

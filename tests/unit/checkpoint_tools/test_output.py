@@ -141,7 +141,7 @@ def test_a_disk_s_own_folder_is_refused_before_anything_is_read(
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(output_folder.os.path, "ismount", lambda path: path == tmp_path / "out")
     assert run(*command, tmp_path / "out") == 2
-    message = f"{tmp_path}/out is a mount point, which cannot be replaced: name a folder in it."
+    message = f"{tmp_path}/out is a mount point and cannot be replaced: name a folder in it."
     assert sentence(capsys) == message
     assert run(*command, tmp_path / "out" / "deeper") == 0
 

@@ -41,7 +41,7 @@ PARTS = "reward.parts={a: {name: vqa}, b: {name: caption, weight: 2}}"
         (["curriculum.stages=[{tolerance: .nan}]"], "tolerance=nan must be above 0"),
         (["curriculum.stages=[{tolerance: 0}]"], "tolerance=0.0 must be above 0"),
         (["curriculum.stages=[{weights: {a: -1}}]"], "must be numbers of at least 0"),
-        ([PARTS, "curriculum.stages=[{weights: {c: 1}}]"], "names 'c', which reward.parts"),
+        ([PARTS, "curriculum.stages=[{weights: {c: 1}}]"], "names 'c', but reward.parts"),
         (["curriculum.stages=[{untl: 5}]"], "each keys of until, reward, weights, tolerance"),
     ],
 )

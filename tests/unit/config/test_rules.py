@@ -134,7 +134,7 @@ BROKEN = {
     (
         "rollout.max_staleness=1",
         "rollout.oversample=2.5",
-    ): "rollout.oversample=2.5 starts the prompts of more steps than rollout.max_st",
+    ): "rollout.oversample=2.5 starts the prompts of more steps than the 2 that rollout.max_st",
     (
         "rollout.max_staleness=1",
         "lora.rank=4",
@@ -199,7 +199,7 @@ BROKEN = {
     (
         "recompute.language=selective",
         "recompute.modules=[mlp, norms]",
-    ): "recompute.modules names norms, which cannot be recomputed alone: choose from core_attn, m",
+    ): "recompute.modules names norms, but it cannot be recomputed: choose from core_attn, m",
     ("recompute.layers=0",): "recompute.layers=0 is out of range",
     ("lora.rank=-1",): "lora.rank=-1 is out of range",
     ("lora.rank=4", "lora.alpha=0"): "lora.alpha=0.0 is out of range",
@@ -248,7 +248,7 @@ BROKEN = {
     ("rollout.oversample=0.5",): "rollout.oversample=0.5 is out of range: set it to a number at l",
     (
         "rollout.oversample=1.5",
-    ): "rollout.oversample=1.5 starts the prompts of more steps than rollout.max_staleness=0",
+    ): "rollout.oversample=1.5 starts the prompts of more steps than the 1 that rollout.max_st",
     (
         "rollout.mode=external",
         "rollout.urls=[http://a:1]",

@@ -149,11 +149,11 @@ def test_bytes_arrive_as_bytes_and_what_cannot_be_sent_fails_its_call() -> None:
             assert step.observation.messages[0]["content"] == shown
             await session.step("score 1")  # the row goes to the reward and back
             await fails(session.step("picture"), "texts and images, with Image.of for a picture")
-            await fails(session.step("set"), r"\{1\} is a set, which has no form in JSON")
+            await fails(session.step("set"), r"\{1\} is a set, and JSON cannot hold it")
             assert await number(session, "keep") == 10, "the session goes on"
             other = await made.make(CONTEXT)
             odd = replace(row, extra={"odd": object()})
-            await fails(other.reset(odd, 0), "is a object, which has no form in JSON")
+            await fails(other.reset(odd, 0), "is a object, and JSON cannot hold it")
 
     asyncio.run(work())
 

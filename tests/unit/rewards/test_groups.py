@@ -94,7 +94,7 @@ def test_an_async_reward_of_a_group_gets_a_list_of_each() -> None:
         ("short", "it returned 1 values for a group of 3 responses: return a list"),
         ("number", "it returned 1.0 for a group of 3 responses: return a list"),
         ("mapping", "it returned {'mapping': 1.0"),
-        ("text", "it returned 'good', which is not a number"),
+        ("text", "it returned 'good', but that is not a number"),
         ("raise", "KeyError: 'as told'"),
     ],
 )

@@ -135,5 +135,8 @@ def test_text_after_more_images_than_that_is_shown(
 
 def test_a_tool_that_may_take_longer_than_its_turn_is_refused() -> None:
     settings = EnvironmentConfig(timeout=10.0, tool_timeout=10.0)
-    with pytest.raises(ValueError, match=r"environment.tool_timeout=10 must be below .*=10, which"):
+    with pytest.raises(
+        ValueError,
+        match=r"environment.tool_timeout=10 must be below .*=10 \(the end of the episode\)",
+    ):
         settings.check()

@@ -139,7 +139,7 @@ def test_chats_whose_answers_the_template_cannot_render(dry: DryRun, tmp_path: P
     keys = ["data.prompt_key=messages", "data.answer_key=null", "data.image_keys=[]"]
     quiet = [*keys, "data.test_files=[]", "data.category_key=null", "algorithm.name=sft"]
     said = refused(dry, *quiet, f"data.train_files={tmp_path}/thoughts.json")
-    assert "thoughts.json:0: the chat has reasoning_content, which the model's chat" in said
+    assert "thoughts.json:0: the chat has reasoning_content, but the model's chat" in said
     assert "prompts of all" in dry(*quiet, f"data.train_files={tmp_path}/good.json")
 
 

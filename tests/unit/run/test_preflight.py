@@ -54,7 +54,7 @@ def _missing_shard(folder: Path) -> None:
         (lambda folder: (folder / "config.json").write_text("[]"), "is not a JSON object"),
         (
             lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
-            "type 'llama', which is not supported: use one of qwen2_vl, qwen2_5_vl, qwen3_vl",
+            "type 'llama', but it is not supported: use one of qwen2_vl, qwen2_5_vl, qwen3_vl",
         ),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no *.safetensors"),
         (_pickled, "pickled weights (pytorch_model.bin); loading them can run any code"),
@@ -114,8 +114,8 @@ def test_what_only_servers_read_of_a_config_json(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         model_folder.check_model(folder, served)
     assert str(caught.value) == (
-        f"model.folder={folder}: its config.json has no text_config.full_attention_interval, which "
-        'SGLang reads: add "full_attention_interval": 4 to its text_config'
+        f"model.folder={folder}: SGLang reads text_config.full_attention_interval from config.json"
+        ', but it is missing: add "full_attention_interval": 4 to text_config'
     )
     model_folder.check_model(folder, load(recipes / "tasks/qwen2_5_vl_7b_sft.yaml"))
 

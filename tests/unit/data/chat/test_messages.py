@@ -142,7 +142,7 @@ def test_a_part_holds_its_image_where_no_column_is_named(
         ([{"type": "image", "source": {"data": "x"}}], "part of type image with the key 'source'"),
         (
             [{"type": "image", "image": "a.png", "max_pixels": 9}],
-            "with the key 'max_pixels', which",
+            "with the key 'max_pixels', but",
         ),
         ([{"type": "image", "image": "a.png", "url": "b.png"}], "keys image, url; its image"),
         ([{"type": "image", "image": {"file_id": "x"}}], "an image has neither bytes nor a path"),

@@ -187,7 +187,7 @@ def test_thoughts_are_learnt_where_the_template_has_them(make: Make) -> None:
         assert learnt(think, row_of(chat)) == ["So.\n</think>\n\nA."]
         with pytest.raises(ValueError, match=r"x\.jsonl:1: the chat template begins a response by"):
             nothink.supervised_prompt(row_of(chat))
-    with pytest.raises(ValueError, match=r"x\.jsonl:1: the chat has reasoning_content, which"):
+    with pytest.raises(ValueError, match=r"x\.jsonl:1: the chat has reasoning_content, but"):
         make("qwen3_vl").supervised_prompt(row_of(key))
 
 
