@@ -17,6 +17,10 @@ class Wave(Generic[T]):
     places: Place of each group among the groups that the step trains on, in the order in which
     their prompts were drawn. is_last: True if no further groups of the step follow. left_out:
     Groups that the step sampled and does not train on (dynamic sampling).
+
+    Example, a step of four groups of which b and d are the first to be played:
+        Wave([b, d], places=[1, 3], is_last=False)
+        Wave([a, c], places=[0, 2], is_last=True)
     """
 
     groups: Sequence[T]

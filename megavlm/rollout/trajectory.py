@@ -18,6 +18,13 @@ class Episode:
 
     prompts, responses, texts and rewards have one item per turn; a turn's prompt includes all
     tokens before its response. Usually it extends the turn before, but it need not.
+
+    Example, a wrong answer and a second try, which is worth half:
+        prompts   [70 tokens, 70 + 4 + 12 tokens]
+        texts     ["blue", "red"]  # 4 tokens each
+        rewards   [0.0, 0.5]
+        score     Score(reward=0.5, ...)
+        next_prompt None
     """
 
     next_prompt: Prompt | None  # None: the episode has ended
@@ -110,6 +117,13 @@ class Group:
     Curriculum stage of the episodes. awaits_reward: True until rewards of the whole group are
     added. awaits_teacher: True until a teacher has scored the responses. tree: Parts of the tree of
     its episodes, once they are found (group_tree.tree_parts).
+
+    Example, a prompt of 70 tokens with two played episodes of one turn, of 4 and 6 tokens:
+        prompt     Prompt(token_ids=[70], ...)
+        episodes   [Episode(rewards=[1.0], ...), Episode(rewards=[0.0], ...)]
+        num_tokens 80
+        tree       [TreePart(-1, 0, False, 0, 70), TreePart(0, 0, True, 0, 4),
+                    TreePart(0, 1, True, 0, 6)]
     """
 
     prompt: Prompt

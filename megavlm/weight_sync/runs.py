@@ -57,6 +57,10 @@ class Slice:
     parameters. dim: The dim of the runs, in the shard and in the parameter (or in its row). whole:
     True for a tensor of HF that the model's own loader must take. Zeros that pad the parameter are
     in no run, because the server has them already.
+
+    Example, the parameter of the example in `Run`, with 4 columns:
+        Slice("model.layers.0.mlp.gate_up_proj.weight", (16, 4), row=None, dim=0, whole=False,
+              runs=(Run(0, part=0, shard=0, source=0, length=4), ...))
     """
 
     name: str

@@ -37,10 +37,18 @@ class Target:
 class Piece(NamedTuple):
     """Part of a trainer rank's shard that goes to one parameter of a target.
 
-    entry: Index of the entry. source: First row (or column) in the shard. name, shape, row, dim,
-    whole, start: As in `Slice` and `Run`. length: Number of rows. dtype: The server's. unit: Bytes
-    of a row. form: For a parameter in block FP8, its numbers or its scales, each row of which is of
-    BLOCK rows of the shard. target: Index of the target.
+    entry: Index of the mapping entry whose shard it is of. source: First row (or column) in the
+    shard. name, shape: Parameter of the server. row: Expert in a stack; None for other parameters.
+    dim: The dim whose rows are counted. whole: True for an expert that the server's own loader
+    takes. start: First row in the parameter. length: Number of rows. dtype: The server's. unit:
+    Bytes of a row. form: For a parameter in block FP8, its numbers or its scales, each row of which
+    is of BLOCK rows of the shard. target: Index of the target.
+
+    Example, rows 64 to 127 of a shard in bfloat16 with 2,048 columns, which are rows 0 to 63 of a
+    server's gate_up_proj [256, 2048]:
+        Piece(entry=7, source=64, name="model.layers.0.mlp.gate_up_proj.weight", shape=(256, 2048),
+              row=None, dim=0, whole=False, start=0, length=64, dtype=torch.bfloat16, unit=4096,
+              form="plain", target=0)  # nbytes: 262144
     """
 
     entry: int
@@ -82,7 +90,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Stream:
-    """What one rank sends to one target.
+    """The bytes that one trainer rank sends to one target.
+
+    Example, 5 GiB from rank 3 to target 0 in rounds of 2 GiB, by rank 8 on the servers' node:
+        Stream(holder=3, sender=8, target=0, portions=three tuples of pieces, 1.67 GiB each)
 
     holder: Trainer rank whose shards the pieces are of. sender: Trainer rank that hands them to the
     servers: the holder, or a rank on the servers' node to which the holder sends them once.

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """S consecutive tokens, S > 0, that continue segment `parent` at its end (-1: none)."""
+    """S consecutive tokens, S > 0, that continue segment `parent` at its end (-1: none).
+
+    Example, "Hello, world" and one response to it, "I<|im_end|>":
+        Segment([9707, 11, 1879], [[0, 1, 2]] * 3, parent=-1, is_target=False)
+        Segment([40, 151645], [[3, 4]] * 3, parent=0, is_target=True)
+    """
 
     token_ids: Tensor  # [S] int32 or int64
     positions: Tensor  # [3, S] int64; of a target those of text
@@ -37,7 +42,13 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Segments of a tree, with parents before their children. The first is the root."""
+    """Segments of a tree, with parents before their children. The first is the root.
+
+    Example, "Hello, world" with the responses "I<|im_end|>" and "4!<|im_end|>":
+        token_ids  [9707, 11, 1879], [40, 151645], [19, 0, 151645]
+        parent     -1, 0, 0
+        branches() [[1], [2]]; part([1]) has segments 0 and 2
+    """
 
     segments: tuple[Segment, ...]
 
@@ -106,6 +117,16 @@ class Pack:
     predicts it. Bounds, parents and runs are plain integers, so that planning with them (the
     sequences of a kernel, for example) does not synchronize with the GPU. Passes that compute
     log-probs, values or advantages replace `columns`; nothing else changes.
+
+    Example, the tree of `Tree` as a pack: T = 8, S = 3, N = 5, M = 0.
+        token_ids      [9707, 11, 1879, 40, 151645, 19, 0, 151645]
+        segment_ids    [0, 0, 0, 1, 1, 2, 2, 2]
+        parents        [-1, 0, 0]
+        segment_bounds [0, 3, 5, 8]
+        source_index   [2, 3, 2, 5, 6]
+        target_ids     [40, 151645, 19, 0, 151645]
+    Both responses continue token 2, and their positions [3, 4] and [3, 4, 5] are what they would be
+    without the other. Of two context ranks, the first holds tokens [0, 2, 3, 5] of the pack.
     """
 
     token_ids: Tensor  # [t] int64

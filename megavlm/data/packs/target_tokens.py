@@ -15,6 +15,14 @@ class TargetColumns:
     the fields without a default. The other fields are added by `dataclasses.replace`, on the last
     pipeline stage if they need a pass of a model. They are None until then, and always if the
     algorithm does not use them.
+
+    Example, responses of 2 and 3 tokens to one prompt, with rewards 1 and 0:
+        rewards      [0.0, 1.0, 0.0, 0.0, 0.0]
+        sequence_ids [0, 0, 1, 1, 1]
+        group_ids    [0, 0, 0, 0, 0]
+        turn_ids     [0, 0, 0, 0, 0]
+        loss_weights [0.2, 0.2, 0.2, 0.2, 0.2]  # token_mean
+        advantages   [0.71, 0.71, -0.71, -0.71, -0.71]  # grpo
     """
 
     rewards: Tensor

@@ -55,6 +55,18 @@ def test_a_wave_has_enough_tokens_and_its_places() -> None:
     assert buffer.take(20) == Wave([1], [1])
 
 
+def test_a_group_that_is_due_keeps_its_place_while_it_plays() -> None:
+    """The example in `GroupBuffer._leaves_room`."""
+    buffer: GroupBuffer[str] = GroupBuffer(Window(per_step=2, staleness=1, order="oldest"))
+    buffer.begin(5)
+    a, b, c = (buffer.start(group, version) for group, version in (("A", 4), ("B", 4), ("C", 5)))
+    buffer.played(a, 4, 10, has_signal=True)
+    buffer.played(c, 5, 10, has_signal=True)
+    assert buffer.take() is None and buffer.take(10) == Wave(["A"], [0], is_last=False)
+    buffer.played(b, 4, 10, has_signal=True)
+    assert buffer.take() == Wave(["B"], [1])
+
+
 def test_a_slow_group_waits_until_it_would_be_too_old() -> None:
     buffer, items = begun(steps_started=2.0, staleness=2, order="oldest")
     play(buffer, items[0], items[2], items[3])

@@ -1,6 +1,8 @@
 """Packs equal a literal token-by-token reference, for random trees of any depth."""
 
+import json
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from megavlm.data.packs.packing import (
     make_pack,
     prompt_tree,
 )
+from megavlm.data.packs.positions import text_positions
 from megavlm.data.packs.target_tokens import TargetColumns
 from tests.support.columns import columns
 
@@ -279,3 +282,24 @@ def test_to_moves_every_tensor() -> None:
     assert isinstance(pack, Pack) and pack.tree_bounds == (0, 3)
     assert all(x.device.type == "meta" for x in vars(pack).values() if isinstance(x, torch.Tensor))
     assert all(x.device.type == "meta" for x in columns(2).to("meta").present().values())
+
+
+def test_the_examples_of_trees_and_packs_are_true() -> None:
+    tokens = [[9707, 11, 1879], [40, 151645], [19, 0, 151645]]  # "Hello, world", "I", "4!"
+    tree = Tree(
+        tuple(
+            Segment(torch.tensor(ids), text_positions(len(ids), 3 * bool(i)), -(not i), bool(i))
+            for i, ids in enumerate(tokens)
+        )
+    )
+    assert tree.branches() == [[1], [2]]
+    assert [len(segment.token_ids) for segment in tree.part([1]).segments] == [3, 3]
+    assert Tree.__doc__ is not None and ", ".join(map(str, tokens)) in Tree.__doc__
+    pack = make_pack([tree], vision_token_ids=VISION)
+    shown = re.findall(r"^ {8}(\w+) +(\[.*\])$", str(Pack.__doc__), re.M)
+    assert len(shown) == 6
+    for name, value in shown:
+        assert torch.as_tensor(getattr(pack, name)).tolist() == json.loads(value), name
+    assert pack.positions[0].tolist() == [0, 1, 2, 3, 4, 3, 4, 5]
+    halved = make_pack([tree], vision_token_ids=VISION, context_size=2).part(0)
+    assert halved.token_index.tolist() == [0, 2, 3, 5]
