@@ -14,7 +14,7 @@ from megavlm.algorithms.segments import discounted_sums, next_in_sequence
 def gae(
     rewards: Tensor, values: Tensor, ids: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute advantages and returns: delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t +
+    """Compute advantages and returns [N]: delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t +
     gamma lam A_(t+1), R_t = A_t + V_t.
     """
     deltas = rewards + gamma * next_in_sequence(values, ids) - values

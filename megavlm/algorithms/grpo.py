@@ -23,7 +23,7 @@ _EPSILON = 1e-6
 
 @advantage_estimator(needs_group=True, within_groups=True, of_turns=True)
 def grpo(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
-    """Compute `group_relative` advantages; `normalize_by_std=false` gives Dr. GRPO."""
+    """Compute `group_relative` advantages [N]; `normalize_by_std=false` gives Dr. GRPO."""
     made = group_relative(
         inputs.sequence_rewards,
         inputs.group_ids,
@@ -35,7 +35,7 @@ def grpo(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
 
 @advantage_estimator(needs_group=True, within_groups=True, of_turns=True)
 def rloo(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
-    """Compute `leave_one_out` advantages."""
+    """Compute `leave_one_out` advantages [N]."""
     made = leave_one_out(inputs.sequence_rewards, inputs.group_ids, inputs.has_reward)
     return made[inputs.sequence_ids]
 
@@ -45,6 +45,10 @@ def group_relative(
 ) -> Tensor:
     """Compute (r - mean) / (std + 1e-6) over the group, std with n - 1: GRPO (arXiv 2402.03300).
     Without the division: Dr. GRPO (arXiv 2503.20783).
+
+    rewards: [S] of each response. groups: [S] int64, the group of each response. counted: [S] bool,
+    False for responses that are left out. Returns [S]: rewards [1, 0, 0, 0] of one group give
+    [1.5, -0.5, -0.5, -0.5].
     """
     num = len(rewards)
     exact, ones = _known(rewards, counted)
@@ -59,7 +63,8 @@ def group_relative(
 
 def leave_one_out(rewards: Tensor, groups: Tensor, counted: Tensor | None = None) -> Tensor:
     """Compute r minus the mean of the group's other rewards: RLOO (arXiv 2402.14740). The result is
-    0 for a response that is alone in its group.
+    0 for the only response of a group. Shapes as in `group_relative`: rewards [1, 0, 0, 0] give
+    [1, -1/3, -1/3, -1/3].
     """
     num = len(rewards)
     exact, ones = _known(rewards, counted)

@@ -12,7 +12,7 @@ from megavlm.config.algorithm import GRPO
 
 @advantage_estimator(whiten=True, within_groups=True, of_turns=True)
 def reinforce_plus_plus(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
-    """Compute for each token the sum of its sequence's rewards from there on, including the KL
+    """Compute for each token [N] the sum of its sequence's rewards from there on, including the KL
     penalty. Whitening follows.
     """
     return discounted_sums(inputs.rewards.double(), inputs.sequence_ids, 1.0)
@@ -20,7 +20,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
 
 @advantage_estimator(whiten=True, needs_group=True, within_groups=True, of_turns=True)
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, settings: GRPO) -> Tensor:
-    """Compute rewards minus the mean of their group. Whitening follows."""
+    """Compute rewards minus the mean of their group, for each token [N]. Whitening follows."""
     made = group_relative(
         inputs.sequence_rewards,
         inputs.group_ids,

@@ -14,7 +14,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """Return the tensor unchanged: `reduce` for a rank that holds whole sequences."""
+    """Return the tensor (any shape) unchanged: `reduce` for a rank with whole sequences."""
     return tensor
 
 

@@ -184,8 +184,8 @@ def _whole(pack: Pack, over_context: Reduce) -> TargetColumns:
 def _scattered(
     columns: TargetColumns, index: Tensor, num: int, over_ranks: Reduce
 ) -> TargetColumns:
-    """Gather a table of `num` rows from ranks that each hold some of them. index: Positions of this
-    rank's rows in the whole table. Collective.
+    """Gather a table of `num` rows from ranks that each hold some of them. index: [n] int64, the
+    row in the whole table of each row of this rank. Collective.
     """
     present = columns.present()
     held = torch.stack([column.double() for column in present.values()])  # exact for each dtype

@@ -209,7 +209,9 @@ def _correction(
     num: int,
     reduce: Reduce,
 ) -> tuple[Tensor, Measures]:
-    """Return each token's importance weight, 0 where its sequence is rejected, and measures."""
+    """Return each token's importance weight [n], 0 where its sequence is rejected, and measures.
+    old: Log-probs [n] by the trainer before the update.
+    """
     rollout, ids = columns.rollout_logprobs, columns.sequence_ids
     weights = torch.ones_like(rollout)
     measures = {}
@@ -279,7 +281,7 @@ def with_value_loss(settings: PPO, policy: LossFunction, *, critic_alone: bool) 
 
 
 def weighted_value_loss(settings: PPO, pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
-    """Return the value loss of a pack with the policy's loss weights, and its measures. `signal`
+    """Return the value loss [] of a pack with the policy's loss weights, and its measures. `signal`
     counts the tokens with a gradient.
     """
     columns = pack.columns

@@ -236,7 +236,7 @@ def _experts(
 
 
 def _linear_parts(tensor: Tensor, layout: ServerLayout) -> list[Tensor]:
-    """Split a tensor into the rows of Gated DeltaNet's queries, keys and values."""
+    """Split a tensor [keys + keys + values, ...] into Gated DeltaNet's queries, keys and values."""
     assert layout.linear_rows is not None, "the layout is of a model without Gated DeltaNet"
     keys, values = layout.linear_rows
     return list(tensor.split([keys, keys, values]))

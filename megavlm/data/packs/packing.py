@@ -369,7 +369,9 @@ def make_pack(
 
 
 def _runs(index: Tensor) -> tuple[tuple[int, int], ...]:
-    """Return an ascending index as runs of consecutive values, each as (first, last + 1)."""
+    """Return an ascending index [m] as runs of consecutive values, each as (first, last + 1). For
+    example, [4, 5, 6, 9] has the runs (4, 7) and (9, 10).
+    """
     breaks = (index.diff() != 1).nonzero().flatten() + 1
     runs = index.tensor_split(breaks.tolist())
     return tuple((int(run[0]), int(run[-1]) + 1) for run in runs if len(run))

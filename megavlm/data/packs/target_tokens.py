@@ -85,7 +85,7 @@ class TargetColumns:
         return {name: column for name, column in vars(self).items() if column is not None}
 
     def select(self, index: Tensor | slice) -> "TargetColumns":
-        """Return the rows that `index` selects. It is a slice, or int64 positions."""
+        """Return the rows that `index` selects: a slice, or int64 positions [n]."""
         return replace(self, **{name: column[index] for name, column in self.present().items()})
 
     def to(self, device: torch.device | str) -> "TargetColumns":

@@ -46,7 +46,8 @@ def choose_backend(name: str, dtype: torch.dtype) -> Backend:
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
     """Run PyTorch's dot-product attention over batches of causal sequences, with a dense mask. Keys
-    that several sequences share are copied for each of them.
+    that several sequences share are copied for each of them. Shapes as in `Backend`: query
+    [t, heads, D], key and value [T, kv heads, D]; returns [t, heads, D].
     """
     batches, order = layout.batches
     outputs = []
@@ -75,14 +76,16 @@ def _rows(tokens: Tensor, index: Tensor | slice) -> Tensor:
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
-    """Run PyTorch's variable-length flash attention."""
+    """Run PyTorch's variable-length flash attention. Returns [t, heads, D], as in `Backend`."""
     return by_sequences(query, key, value, layout, scale, _flash_kernel)
 
 
 def transformer_engine(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float
 ) -> Tensor:
-    """Run the kernel that Transformer Engine chooses for variable lengths (flash-attn or cuDNN)."""
+    """Run the kernel that Transformer Engine chooses for variable lengths (flash-attn or cuDNN).
+    Returns [t, heads, D], as in `Backend`.
+    """
     return by_sequences(query, key, value, layout, scale, _transformer_engine_kernel)
 
 
@@ -90,7 +93,8 @@ def by_sequences(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float, kernel: Kernel
 ) -> Tensor:
     """Run tree attention with a kernel for causal sequences of variable length. Keys that several
-    sequences share are copied for each of them, and their gradients are summed.
+    sequences share are copied for each of them, and their gradients are summed. Returns
+    [t, heads, D], as in `Backend`.
     """
     sequences = layout.sequences
     if sequences.key_index is not None:
@@ -187,7 +191,7 @@ def _transformer_engine_attention(heads: int, kv_heads: int, head_dim: int, scal
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, scale: float) -> Tensor:
-    """Run PyTorch's FlexAttention with the tree mask."""
+    """Run PyTorch's FlexAttention with the tree mask. Returns [t, heads, D], as in `Backend`."""
     if layout.block_mask is None:
         layout.block_mask = _block_mask(layout)
     num_queries = len(query)

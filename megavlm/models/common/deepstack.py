@@ -55,8 +55,9 @@ class StageLayout(PackLayout):
 def join_levels(
     hidden: Tensor, levels: Tensor | None, layout: StageLayout, next_layer: int
 ) -> Tensor:
-    """Return the tensor that a stage sends: hidden states, then the levels of `next_layer` and of
-    later layers.
+    """Return the tensor that a stage sends: hidden states [t, 1, H], then the levels of
+    `next_layer` and of later layers, m rows each. levels: [levels x m, 1, H] from
+    `layout.first_level` on.
     """
     if levels is None:
         return hidden
@@ -66,6 +67,8 @@ def join_levels(
 
 
 def split_levels(received: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Split a received tensor into hidden states (the first `num_rows` rows) and levels."""
+    """Split a received tensor [t + levels x m, 1, H] into hidden states [t, 1, H], t = `num_rows`,
+    and levels.
+    """
     hidden, levels = received.split([num_rows, received.size(0) - num_rows])
     return hidden, levels

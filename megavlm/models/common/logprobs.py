@@ -112,7 +112,8 @@ class _Logits:
     entropy: bool
 
     def write(self, hidden_CH: Tensor, out: Tensor) -> Tensor:
-        """Write the logits to the first C rows of `out` (fp32) and return these rows. Allocating
+        """Write the logits to the first C rows of `out` [rows, V] (fp32), and return these rows
+        [C, V]. Allocating
         memory for every chunk would double the memory, and on a CPU take as long as the arithmetic.
         """
         logits_CV = out[: len(hidden_CH)]
@@ -127,7 +128,7 @@ class _Logits:
         return logits_CV
 
     def buffers(self, num_targets: int, chunk_size: int) -> tuple[Tensor, Tensor]:
-        """Allocate two buffers for a chunk's logits."""
+        """Allocate two buffers [rows, V] for a chunk's logits, in fp32."""
         shape = (2, min(num_targets, chunk_size), self.weight_VH.size(0))
         first, second = self.weight_VH.new_empty(shape, dtype=torch.float32)
         return first, second

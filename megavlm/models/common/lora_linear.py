@@ -210,8 +210,8 @@ class LoRALinear(nn.Module):
         return added.view_as(output)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """Return A and scale B of all parts. The gradient of a whole matrix is summed over the
-        ranks that cut the layer, unless `_communicate` or megatron-core sums it.
+        """Return A [R, columns] and scale B [rows, R] of all parts. The gradient of a whole matrix
+        is summed over the ranks that cut the layer, unless `_communicate` or megatron-core sums it.
         """
         a, up = self.lora_A, self._up(self.lora_B, self.lora_A.dtype)
         group = self.placement.group
@@ -354,7 +354,7 @@ class LoRALinear(nn.Module):
 
 
 def merged(weight: Tensor, a: Tensor, up: Tensor) -> Tensor:
-    """Return weight + `up` A, computed in fp32 and rounded once."""
+    """Return weight [rows, columns] + up [rows, R] x a [R, columns], in fp32 and rounded once."""
     return torch.addmm(weight.float(), up, a.float()).to(weight.dtype)
 
 

@@ -114,7 +114,8 @@ def by_key(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 
 def shard_tensor(entry: Entry, full: Tensor, rank: int, size: int) -> Tensor:
-    """Return the piece of the full Megatron tensor that rank `rank` of `size` on the axis holds.
+    """Return the piece of the full Megatron tensor that rank `rank` of `size` on the axis holds. Of
+    a gated [2 I, H] with two ranks, rank 0 holds the first halves of gate and of up: [I, H].
 
     The piece is a view of `full` if it is one block. Raises ValueError if the tensor cannot be cut
     into equal pieces.
@@ -132,7 +133,9 @@ def shard_tensor(entry: Entry, full: Tensor, rank: int, size: int) -> Tensor:
 
 
 def unshard(entry: Entry, shards: Sequence[Tensor]) -> Tensor:
-    """Join the pieces of all ranks, in rank order, to the full Megatron tensor."""
+    """Join the pieces of all ranks, in rank order, to the full Megatron tensor: two of [I, H] to
+    [2 I, H].
+    """
     dim, parts = entry.shard.dim, entry.shard.parts
     if dim is None or len(shards) == 1:
         return shards[0]

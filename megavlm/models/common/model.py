@@ -159,8 +159,8 @@ class VisionLanguageModel(MegatronModule):
         return levels.flatten(0, 1).unsqueeze(1)
 
     def _slice(self, pack: Pack) -> tuple[Tensor, slice | None]:
-        """Return the rows of image tokens among this rank's hidden states, and with sequence
-        parallelism their places among the pack's image tokens.
+        """Return the rows [m] of image tokens among this rank's hidden states, and with sequence
+        parallelism the slice of the pack's image tokens that they are.
         """
         if self._num_slices == 1 or not self.num_levels:
             return pack.vision_index, None

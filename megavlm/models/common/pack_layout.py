@@ -119,7 +119,7 @@ class PackLayout(PackedSeqParams):
 
     @cached_property
     def batches(self) -> tuple[list[SequenceBatch], Tensor | None]:
-        """Batches of causal sequences for a dense kernel, and the place of each of this rank's
+        """Batches of causal sequences for a dense kernel, and the index [t] of each of this rank's
         tokens among the queries of all batches, or None if they are in order.
         """
         sequences = causal_sequences(self.runs, self.parents, self.segment_bounds)
@@ -166,7 +166,9 @@ class PackLayout(PackedSeqParams):
 
 
 def attends(query: Tensor, key: Tensor, segment_ids: Tensor, ancestors: Tensor) -> Tensor:
-    """Return True where token `query` of the pack attends to token `key`. Shapes are broadcast."""
+    """Return True where token `query` of the pack attends to token `key`: [q, 1] and [1, k] give
+    [q, k].
+    """
     return ancestors[segment_ids[query], segment_ids[key]] & (key <= query)
 
 

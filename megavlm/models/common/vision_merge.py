@@ -33,9 +33,10 @@ def gather_shares(
     group: dist.ProcessGroup,
     context_group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """Return the features of each image on every rank of `group`. Collective over `group`.
+    """Return the features [its tokens, width] of each image on every rank of `group`. Collective
+    over `group`.
 
-    local: Features of the images of this rank's share (`encode_share`).
+    local: Features [tokens of the share, width] of this rank's images (`encode_share`).
     grids: Grids of all images.
     shares: Indices of the images that each rank encoded.
     group: The ranks of the tensor and context axes together.
@@ -68,12 +69,13 @@ def exchange_shares(
     """Send the features of each image to the ranks that need them, without padding and without
     gradients. Collective over `group`.
 
-    local: Features of the images that this rank sends, in their order.
+    local: Features [tokens, width] of the images that this rank sends, in their order.
     num_tokens: Number of tokens of each image.
     senders: Rank that sends each image.
     receivers: Ranks that receive each image.
 
-    Returns the features that this rank receives, and the indices of their images in order. Only
+    Returns the features [tokens, width] that this rank receives, and the indices of their images in
+    order. Only
     images that this rank sends or receives have to be correct in senders and receivers.
     """
     me, ranks = group.rank(), range(group.size())

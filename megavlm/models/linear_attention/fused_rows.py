@@ -14,14 +14,17 @@ def group_rows(groups: int, channels: Sequence[int], tensors: Sequence[Tensor]) 
 
     groups: Number of key heads.
     channels: Number of rows of q, k and v.
-    tensors: [q; k; v] as one tensor, then the other tensors.
+    tensors: [q; k; v] as one tensor, then the other tensors, each [rows, ...].
+
+    Example, two heads with a row each of q, k, v and z: [q0 q1 k0 k1 v0 v1], [z0 z1] become
+    [q0 k0 v0 z0 q1 k1 v1 z1].
     """
     parts = [*tensors[0].split(list(channels)), *tensors[1:]]
     return torch.cat([x.unflatten(0, (groups, -1)) for x in parts], dim=1).flatten(0, 1)
 
 
 def ungroup_rows(groups: int, rows: Sequence[int], fused: Tensor) -> tuple[Tensor, ...]:
-    """Undo `group_rows`.
+    """Undo `group_rows`. Returns [q; k; v] and the other tensors, each [its rows, ...].
 
     rows: Number of rows of q, k, v and each of the other tensors.
     """
@@ -44,7 +47,7 @@ def join_gated(groups: int, size: int, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def split_gated(groups: int, size: int, fused: Tensor) -> tuple[Tensor, ...]:
-    """Undo `join_gated`."""
+    """Undo `join_gated`. Returns q with its gates, k and v, each [its rows, ...]."""
     rows = fused.unflatten(0, (groups, -1))
     query, key, value = rows.split([rows.size(1) - 2 * size, size, size], dim=1)
     query = query.unflatten(1, (2, -1, size)).transpose(1, 2).flatten(1, 3)

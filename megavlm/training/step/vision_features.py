@@ -62,6 +62,9 @@ class VisionFeatures:
         return made
 
     def of(self, pack: Pack) -> Features:
+        """Return the features [its tokens, width] of each image that a pack shows, on the device of
+        the pack, by image key. Collective over the tensor and context axes if the tower is trained.
+        """
         if not self.tower_trained:
             device = pack.token_ids.device
             return {
@@ -90,7 +93,8 @@ def is_trained(tower: Tower | None) -> bool:
 def _encode_once(
     tower: Tower, images: RankImages, groups: ProcessGroupCollection, device_bytes: float
 ) -> dict[str, Tensor]:
-    """Return the features of all images that this data rank's packs show, each encoded on one rank.
+    """Return the features [its tokens, width] of all images that this data rank's packs show, each
+    encoded on one rank.
     Features beyond `device_bytes` are in host memory. Collective over the ranks of the plan.
     """
     plan = images.plan
