@@ -101,7 +101,7 @@ def _export(
 ) -> None:
     """Turn a checkpoint, imported or trained under any layout, into a HuggingFace model folder.
 
-    Adapters are merged, as lora-merge does; lora-export exports them alone.
+    Adapters are merged, as lora-merge does; lora-export exports only them.
     """
     output.check()
     one_process("export")

@@ -18,7 +18,7 @@ class Retention:
     `metric`.
 
     last: Number of latest steps that are kept; None keeps all steps.
-    every: None keeps no further steps.
+    every: None keeps no other steps.
 
     Among steps with equal values the earliest is the best. A step whose metric is missing or not
     finite is never the best.

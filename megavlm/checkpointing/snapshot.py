@@ -1,4 +1,5 @@
-"""Snapshot of one rank's training state: planned together with the other ranks, written alone.
+"""Snapshot of one rank's training state: planned together with the other ranks, and written by each
+rank.
 
 megatron-core plans a save, but its writers are not used. They are forked processes, and a fork is
 undefined while CUDA is initialised and NCCL's threads run; the persistent writer is a second
@@ -61,7 +62,7 @@ class Snapshot:
         copy: Also copy tensors that are already in host memory. Otherwise training must wait until
             the snapshot is written.
 
-        Nothing is written here, so that no rank can fail alone.
+        Nothing is written here, so that no rank fails while others go on.
         """
         plan = _Plan("torch_dist", 1)
         # This queue is never used. megatron-core would create one whose process imports everything.

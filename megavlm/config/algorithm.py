@@ -116,7 +116,7 @@ class PolicyOptimization(Section):
     Null sets no bound."""
 
     dynamic_sampling: int = bounded(0, least=0)
-    """Maximum number of further sampling rounds in a step. Each replaces groups whose rewards are
+    """Maximum number of extra sampling rounds in a step. Each replaces groups whose rewards are
     all equal by groups of other prompts (dynamic sampling in DAPO, arXiv 2503.14476). 0 turns it
     off."""
 
@@ -258,7 +258,7 @@ class PPO(PolicyOptimization):
 
     critic: Literal["separate", "shared"] = "separate"
     """Kind of critic: a separate model as large as the policy (separate), or a value head on the
-    policy (shared), which needs no further memory."""
+    policy (shared), which needs no extra memory."""
 
     critic_lr: float = bounded(1e-5, above=0)
     """Learning rate of a separate critic, or of a shared critic's value head; the policy keeps

@@ -61,7 +61,7 @@ def _check_lora(config: Config) -> None:
     lora, model = config.lora, config.model
     if lora.rank and not (model.freeze_tower and model.freeze_merger):
         raise ValueError(
-            f"lora.rank={lora.rank} trains adapters alone, so the tower cannot be trained "
+            f"lora.rank={lora.rank} trains only adapters, so the tower cannot be trained "
             "itself: set model.freeze_tower=true and model.freeze_merger=true, and add "
             "vision.attention, vision.mlp or vision.merger to lora.targets to adapt it"
         )

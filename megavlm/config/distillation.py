@@ -19,7 +19,7 @@ class Distillation(Section):
 
     coefficient: float = bounded(1.0, above=0)
     """Coefficient of the KL divergence of the policy from the teacher in the loss. To learn from
-    the teacher alone, set `reward.name` to zero and `algorithm.kl_coefficient` to 0."""
+    only the teacher, set `reward.name` to zero and `algorithm.kl_coefficient` to 0."""
 
     kl_estimator: Literal["k2", "k3", "unbiased"] = "unbiased"
     """Estimator of the KL divergence per token, as in `algorithm.kl_estimator`, with the teacher in

@@ -143,7 +143,7 @@ class Rollout(Section):
     timed_out: Literal["fail", "drop", "requeue"] = "fail"
     """Handling of a training group whose request times out in all four attempts. `fail` ends the
     run, which can resume from its last checkpoint. `drop` leaves the group out, and `requeue` asks
-    its prompt again in a later step; the step uses a further prompt instead. The run still ends if
+    its prompt again in a later step; the step uses another prompt instead. The run still ends if
     more groups of a step time out than it trains on, or if a request of an evaluation times
     out."""
 
@@ -159,7 +159,7 @@ class Rollout(Section):
 
     image_tokens: int | None = bounded(None, least=1)
     """Maximum number of image tokens of the prompts in flight at each server; a prompt with more is
-    sent alone. It bounds how many images a server has to encode before it answers, and has no
+    sent by itself. It bounds how many images a server has to encode before it answers, and has no
     effect for images of up to `image_tokens` / `concurrency` tokens. Null uses 1048576 on a GPU,
     which is 784 images of one megapixel, with 20 GB of pixels in the server's memory, and 8192 on a
     CPU, where such an image takes seconds. A lower limit keeps prompts waiting although others have

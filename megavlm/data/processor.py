@@ -286,7 +286,7 @@ class Processor:
     ) -> Prompt:
         """Build a prompt.
 
-        known: Processed images and videos of the first vision tokens; further ones come from the
+        known: Processed images and videos of the first vision tokens; the rest comes from the
             row.
         turns: Bounds of turns in short_ids.
         """

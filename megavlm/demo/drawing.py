@@ -24,7 +24,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class DrawnExample:
     """A question about an image, or about a video if `pngs` are several, its frames. `candidates`:
-    all or some of the answers that its form allows. `columns`: further columns of its row.
+    all or some of the answers that its form allows. `columns`: other columns of its row.
     `lessons`: rows of the warm start, in place of the caption and the question with a random
     answer.
     """

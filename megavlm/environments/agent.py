@@ -49,7 +49,7 @@ class Agent:
             is an Example. It may be async.
         command: A program with its arguments. It finds OPENAI_BASE_URL and OPENAI_API_KEY in its
             environment, and the row as JSON on its standard input, with paths of its images.
-        host: The gateway's address; read by the gateway alone.
+        host: The gateway's address; read only by the gateway.
         """
         self._context, self._agent, self._command = context, agent, command
         self._resources = ExitStack()

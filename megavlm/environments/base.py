@@ -23,8 +23,8 @@ is called when it returns, and not at all if it does not.
 Each reset, step and close may take environment.timeout seconds, not counting rewards, and the
 instances of a process share environment.memory_mb. If a step fails, its episode ends and is scored
 by reward.on_failure. If the process runs out of memory or dies, all episodes in it fail. A call
-that takes too long fails alone; if it does not end when it is cancelled, its process takes no
-further episodes, and is killed when the others in it have ended.
+that takes too long is the only one that fails; if it does not end when it is cancelled, its process
+takes no more episodes, and is killed when the others in it have ended.
 
 If the environment does not end an episode, it ends after environment.max_turns responses, with a
 truncated response, or when it is over budget (environment.over_budget). The configured reward of

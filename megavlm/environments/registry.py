@@ -52,7 +52,7 @@ class NamedEnvironment:
 
 
 def built_in_environments() -> dict[str, NamedEnvironment]:
-    """Return the environments that need no further package, by name."""
+    """Return the environments that need no other package, by name."""
     found = {
         "single_turn": NamedEnvironment(SINGLE_TURN),
         "tools": NamedEnvironment(_TOOLS),

@@ -413,7 +413,7 @@ class GenerationBatch:
 
     async def pause(self) -> None:
         """End `run`, abort its requests in flight, and keep their tokens, until `resumed` is set.
-        Only single-turn episodes are ever paused, so no follower waits for a further turn.
+        Only single-turn episodes are ever paused, so no follower waits for another turn.
         """
         self.resumed.clear()
         deadline = time.monotonic() + ABORT_TIMEOUT

@@ -52,7 +52,7 @@ class Sampling:
 
     suppressed_ids: Tokens that are never sampled; log-probs refer to the distribution without them.
     stop_ids: Tokens at which servers end a response, from the model folder. adapter: Name of the
-    LoRA adapter to use; None uses the base weights alone. vocab_size: Vocabulary size of the model;
+    LoRA adapter to use; None uses only the base weights. vocab_size: Vocabulary size of the model;
     a response with a larger token id is malformed. cache_key: Servers reuse prefixes only among
     requests with the same key; None shares them with all requests without a key. routes: Sizes of
     the routes that servers return with the tokens; None asks for none.
@@ -307,7 +307,7 @@ def json_object(reply: httpx.Response) -> dict[str, Any]:
 
 
 def _with_media(body: Mapping[str, Any], media: Mapping[str, Sequence[Body]]) -> list[Body]:
-    """Return a body's JSON with further keys appended. Their long texts are not copied."""
+    """Return a body's JSON with more keys appended. Their long texts are not copied."""
     parts: list[Body] = [orjson.dumps(body)[:-1]]
     for key, values in media.items():
         parts += [f', "{key}": '.encode(), *values]

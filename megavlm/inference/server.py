@@ -32,7 +32,7 @@ class ManagedServer(ServerProcess):
     once, and can be called again after `stop`.
 
     log_path: File for the server's output; see ServerProcess. host, port: Address to listen on; a
-    port of None claims a free one (ClaimedPort). first_gpu: First GPU; further ranks take the next
+    port of None claims a free one (ClaimedPort). first_gpu: First GPU; other ranks take the next
     GPUs. first_core: First core to which ranks are bound on a CPU. start_timeout: Seconds to become
     healthy.
 

@@ -30,7 +30,7 @@ COLUMNS = (
     "weights", "gradients", "optimizer", "step", "activations", "logits", "features", "encoding",
     "servers", "total",
 )  # fmt: skip
-Load = Callable[..., Config]  # function that loads the recipe with further overrides
+Load = Callable[..., Config]  # function that loads the recipe with more overrides
 
 
 def run_plan(load: Load, world_size: int | None, gpu: float = GPU) -> str:

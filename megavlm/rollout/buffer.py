@@ -15,7 +15,7 @@ class Wave(Generic[T]):
     """Groups of a step that are handed over together.
 
     places: Place of each group among the groups that the step trains on, in the order in which
-    their prompts were drawn. is_last: True if no further groups of the step follow. left_out:
+    their prompts were drawn. is_last: True if no other groups of the step follow. left_out:
     Groups that the step sampled and does not train on (dynamic sampling).
 
     Example, a step of four groups of which b and d are the first to be played:
@@ -43,7 +43,7 @@ class Window:
     hands over groups that are played, those of the oldest weights first, and waits for a slow one
     only if a later step would otherwise have more groups that are due than it trains on.
 
-    rounds: Rounds in which further prompts replace groups without signal (DAPO's dynamic sampling,
+    rounds: Rounds in which other prompts replace groups without signal (DAPO's dynamic sampling,
     arXiv 2503.14476).
 
     requeue: If true, a lost group's prompt is asked again in a later step.
@@ -92,7 +92,7 @@ class GroupBuffer(Generic[T]):
 
     def begin(self, version: int) -> None:
         """Begin a step with weights `version`. The first step allows all prompts that may be
-        started, each further one as many as a step trains on.
+        started, each later one as many as a step trains on.
         """
         steps = self.window.steps_started if self.version is None else 1
         self._allowed += math.ceil(steps * self.window.per_step)

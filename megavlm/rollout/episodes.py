@@ -381,7 +381,7 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
 
 
 def _first_unrouted(episode: Episode, prompt: Prompt) -> int:
-    """Return the first token of a further prompt whose routes the last turn's answer does not
+    """Return the first token of a later prompt whose routes the last turn's answer does not
     have.
     """
     before, response = episode.prompts[-1], episode.responses[-1]

@@ -46,7 +46,7 @@ def policy_trees(
     with their columns.
 
     max_new_tokens: Token limit of one turn. max_turns: Maximum turns of an episode. version:
-    Version of the current weights. units: Denominator of the loss, if the update has further
+    Version of the current weights. units: Denominator of the loss, if the update has more
     groups; see `units_of`. has_teacher: If true, the columns have a teacher's log-probs. A skipped
     episode has zero loss weights, and does not affect the advantages of others.
     """

@@ -124,7 +124,7 @@ def _compile_nothing(module: Any) -> None:
 
 
 def _allocate_on_the_host(module: Any) -> None:
-    """Give the records of routed experts plain memory. SGLang has pinned memory of GPUs alone."""
+    """Give the records of routed experts plain memory. SGLang only has pinned memory of GPUs."""
     import torch
 
     module.ALLOC_MEMORY_FUNCS = {"cpu": lambda dims, dtype, **_: torch.zeros(dims, dtype=dtype)}

@@ -389,7 +389,7 @@ def _copy_main_weights(part: Any) -> None:
 
 def _forget_moments(optimizer: MegatronOptimizer) -> None:
     """Zero Adam's moments and their step count. A checkpoint has one step count for all parameters,
-    so it must not include updates of the value head alone.
+    so it must not include updates of only the value head.
     """
     for part in optimizer.chained_optimizers:
         if part.optimizer is None:

@@ -23,8 +23,8 @@ class Target:
     """Rank `rank` of servers of one layout, which all read the same bytes.
 
     urls: The servers. node: The trainer node whose memory they can open; None for a server that
-    receives over the network, alone. full: True to send every tensor, and not only those that
-    training can change.
+    receives over the network, and shares no memory. full: True to send every tensor, and not only
+    those that training can change.
     """
 
     layout: ServerLayout

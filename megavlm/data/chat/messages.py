@@ -158,8 +158,8 @@ def read_chat(value: Sequence[Any]) -> Chat:
 
 
 def read_response(value: Sequence[Any], prompt: Chat) -> Message:
-    """Read the assistant's message from a list that has it alone, or a whole chat that ends with it
-    after the last messages of `prompt`.
+    """Read the assistant's message from a list that only has this message, or a whole chat that
+    ends with it after the last messages of `prompt`.
 
     Raises ValueError for anything else.
     """
@@ -172,7 +172,7 @@ def read_response(value: Sequence[Any], prompt: Chat) -> Message:
         same &= not own or own == list(known[-len(own) :])
     if not same:
         raise ValueError(
-            "its messages before the response are not the prompt's: give the response alone, or "
+            "its messages before the response are not the prompt's: give only the response, or "
             "after the same messages"
         )
     return response
@@ -262,7 +262,7 @@ def _is_trained(value: object, key: str, where: str) -> bool:
 
 
 def _joined(message: Message, calls: Message) -> Message:
-    """Return a message of the assistant with the further tool calls of the same turn added."""
+    """Return a message of the assistant with the other tool calls of the same turn added."""
     both = [*message.keys.get("tool_calls", ()), *calls.keys["tool_calls"]]
     keys = {**message.keys, **calls.keys, "tool_calls": both}
     return replace(message, keys=keys, is_trained=message.is_trained and calls.is_trained)

@@ -240,7 +240,7 @@ class ChatTemplate:
             for mark, (_, number) in marked.items()
             if not any(message.parts or mark in message.text for message in messages)
         )
-        # The next turn of an episode may consist of the results of tools alone.
+        # The next turn of an episode may only have the results of tools.
         asked = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
         return [
             self._message(row, message, first * (i == asked) + message.text, marked)

@@ -41,7 +41,7 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     first frame.
 
     An orientation that cannot be read is ignored. Transparency is dropped, as in SGLang and
-    transformers. 16-bit grey values are scaled to 8 bits, because Pillow alone would clip nearly
+    transformers. 16-bit grey values are scaled to 8 bits, because Pillow would clip nearly
     all of them to white.
 
     Raises ValueError for bytes that are not an image in one of IMAGE_FORMATS, are truncated, or

@@ -192,7 +192,7 @@ def _without_memory(pixels: Tensor) -> Tensor:
 
 class ImageProcessor:
     """Images of a family's prompts, with a cache of recent ones. A family defines `process` and
-    `num_patches`, and `prompt_ids` if its prompts show further tokens for an image.
+    `num_patches`, and `prompt_ids` if its prompts show other tokens for an image.
 
     token_id: The token that a chat template writes for an image, and that features replace.
     format: Format of the tower's input.

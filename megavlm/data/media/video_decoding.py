@@ -10,7 +10,7 @@ import numpy as np
 
 from megavlm.data.media.image_decoding import MAX_PIXELS
 
-# FFmpeg's readers of files that hold a whole video. A playlist would name further files and URLs.
+# FFmpeg's readers of files that hold a whole video. A playlist would name other files and URLs.
 FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,asf,gif"
 MAX_FRAMES = 2**18  # limit of a file, 2.4 hours at 30 frames per second: all are decoded in order
 

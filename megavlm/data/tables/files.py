@@ -35,7 +35,7 @@ FILE_SYSTEM_ERRORS = {
     errno.EHOSTDOWN,
     errno.EREMOTEIO,
 }
-PAUSES = (1.0, 5.0, 30.0)  # seconds before each further attempt
+PAUSES = (1.0, 5.0, 30.0)  # seconds before each new attempt
 
 T = TypeVar("T")
 

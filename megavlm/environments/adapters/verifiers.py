@@ -55,7 +55,7 @@ class Verifiers:
         if self.env.requires_group_rollouts:
             raise ValueError(
                 f"environment.options.id={self._id}: its rubric scores whole groups, and an "
-                "episode is scored alone; take that function out, and name it in reward.parts"
+                "episode is scored by itself; take that function out, and name it in reward.parts"
             )
 
     async def reset(self, row: Example, seed: int) -> Observation:

@@ -134,7 +134,9 @@ def _json_call(text: str, start: int) -> tuple[ToolCall, int]:
     except (ValueError, RecursionError) as error:  # NaN, a number of 5,000 digits, deep nesting
         raise MalformedCall(f"the call is not JSON ({error}); write {_FORMS['json']}") from error
     if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
-        raise MalformedCall(f"the call has not a name and arguments alone; write {_FORMS['json']}")
+        raise MalformedCall(
+            f"the call must have a name and arguments, and nothing else; write {_FORMS['json']}"
+        )
     if not isinstance(call["name"], str) or not isinstance(call["arguments"], dict):
         raise MalformedCall(
             f"the call's name must be text and its arguments an object; write {_FORMS['json']}"

@@ -35,7 +35,7 @@ class WorkReading:
     @property
     def has_requests(self) -> bool:
         """False if the counters show that the server has no requests. Probes change the counters,
-        too, so a change alone does not show a request.
+        too, so a change by itself does not show a request.
         """
         return self.counters is None or any(used for _, used in self.counters)
 

@@ -58,7 +58,7 @@ def rotate(query: Tensor, key: Tensor, tables: RotaryTables) -> tuple[Tensor, Te
 
 class _Rotation(torch.autograd.Function):
     """Rotation of queries and keys together. Its gradient is the rotation back, which needs the
-    tables alone, and neither queries nor keys.
+    only tables, and neither queries nor keys.
     """
 
     @staticmethod

@@ -192,7 +192,7 @@ class GatewaySession:
                 "the last message is the assistant's: the gateway begins a new message and cannot "
                 "continue one"
             )
-        for known_messages, tools, prompt in self._rendered:  # a further sample, or a retry
+        for known_messages, tools, prompt in self._rendered:  # another sample, or a retry
             if known_messages == messages and tools == request.tools:
                 return prompt
         known = max(

@@ -1,7 +1,7 @@
-"""`--dry-run`: the checks before a run, and further checks that need the model's tokenizer and
+"""`--dry-run`: the checks before a run, and more checks that need the model's tokenizer and
 tensors.
 
-A run makes the further checks as it goes. They need seconds of imports, so only a dry run makes
+A run makes these checks as it goes. They need seconds of imports, so only a dry run makes
 them in advance.
 """
 

@@ -73,7 +73,7 @@ def verify_tree_greedy_cpu(
     target_predict: Tensor,
     **_: Any,
 ) -> None:
-    """Accept drafts as long as they are the target model's tokens. candidates: [B, width], the last
+    """Accept drafts while they are the target model's tokens. candidates: [B, width], the last
     token and the drafts after it. target_predict: [B, width], the target's token after each.
     """
     is_right = candidates[:, 1:] == target_predict[:, :-1]

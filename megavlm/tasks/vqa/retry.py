@@ -1,4 +1,6 @@
-"""The row's question with further tries after a wrong answer; each further try is worth less."""
+"""The row's question with more tries after a wrong answer; each try is worth less than the one
+before.
+"""
 
 from megavlm.environments.base import Context, Observation, Step
 from megavlm.rewards.base import Example

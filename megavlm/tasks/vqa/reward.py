@@ -118,7 +118,7 @@ def score(
     """Score a short answer.
 
     tolerance, relative: allowed error of a number, absolute and as a share of the answer. kinds:
-    kinds of further categories. The kind is reported as a part of the reward, so that metrics have
+    kinds of other categories. The kind is reported as a part of the reward, so that metrics have
     the accuracy by kind.
     """
     kind = kind_of(row, kinds or {})

@@ -86,7 +86,7 @@ def balance(
     items: Sequence[Item], sizes: Sequence[TreeSize], num_parts: int, max_tokens: float
 ) -> list[list[Item]] | None:
     """Distribute items over parts of at most max_tokens so that the costliest part is cheap. Items
-    are cut further if that helps. Returns None if the items do not fit.
+    are cut again if that helps. Returns None if the items do not fit.
     """
     spread = _spread(items, num_parts, max_tokens)
     if spread is None:

@@ -146,7 +146,7 @@ def plan_images(
 ) -> list[ImagePlan]:
     """Return the plan of each data rank. shown: Keys of the images that each data rank's packs
     show. slots: Number of ranks on the tensor and context axes together. round_patches: Maximum
-    patches that a rank encodes at once; a larger image is encoded alone. None sets no limit.
+    patches that a rank encodes at once; a larger image is encoded by itself. None sets no limit.
 
     An image that several data ranks show is encoded by only one of them.
     """

@@ -45,7 +45,7 @@ class StepPlan:
     trees before they were cut. sources: Sources of the images that packs show, by image key.
     tower_trained: If true, an image is encoded in each pack that shows it and not once per step.
     loss_scales: Factors by which the loss weights of the step's minibatches are multiplied in the
-    end; None if further waves of the step follow.
+    end; None if other waves of the step follow.
     """
 
     minibatches: list[Minibatches]

@@ -207,7 +207,7 @@ BROKEN = {
     (
         "lora.rank=4",
         "model.freeze_tower=false",
-    ): "lora.rank=4 trains adapters alone, so the tower cannot be trained itself",
+    ): "lora.rank=4 trains only adapters, so the tower cannot be trained itself",
     ("lora.rank=4", "model.freeze_merger=false"): "set model.freeze_tower=true and model.freeze_me",
     ("lora.rank=4", "lora.targets=[]"): "lora.targets=[] leaves nothing to train with lora.rank=4",
     (
