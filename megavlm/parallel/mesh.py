@@ -47,7 +47,7 @@ class Layout:
         cut, together = parallel.expert_tensor, parallel.tensor * parallel.context
         if cut > 1 and together % cut and not platform.has_gpu():
             raise ValueError(
-                f"parallel.expert_tensor={cut} shards experts over data ranks, which hold "
+                f"parallel.expert_tensor={cut} shards experts over data ranks with "
                 "different numbers of tokens; gloo needs equal numbers: on a CPU set it to 1 or to "
                 f"a divisor of parallel.tensor x parallel.context = {together}"
             )

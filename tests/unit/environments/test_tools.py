@@ -119,7 +119,7 @@ def test_a_mark_in_a_sentence_is_a_word() -> None:
         (JSON, '<tool_call>\n{"name": "a", "arguments": {}}', "is not closed"),
         (JSON, '<tool_call>{"name": "a", "arguments": {}}</tool_call>', "on lines of their own"),
         (JSON, "<tool_call>\n{'name': 'a'}\n</tool_call>", "is not JSON"),
-        (JSON, '<tool_call>\n{"name": "a"}\n</tool_call>', "must have a name and arguments, and nothing"),
+        (JSON, '<tool_call>\n{"name": "a"}\n</tool_call>', "must have a name and arguments"),
         (JSON, '<tool_call>\n{"name": "a", "arguments": []}\n</tool_call>', "an object"),
         (JSON, xml_call("a"), "is not JSON"),
         (XML, json_call("a"), "not closed as it is opened"),
