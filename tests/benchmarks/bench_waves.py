@@ -15,11 +15,11 @@ from megavlm.rewards.base import Score
 from megavlm.rollout.buffer import Wave
 from megavlm.rollout.trajectory import Episode, Group
 from tests.conftest import row, write_rows
-from tests.distributed.test_waves import PROMPTS, RESPONSES, Source, recipe, trainer_of
 from tests.parity.table import Ranks
 from tests.support.fork import launch
 from tests.support.random_images import image
 from tests.support.responses import make_response
+from tests.support.trainers import PROMPTS, RESPONSES, Source, recipe, trainer_of
 
 STEPS, LENGTH = 5, 240  # tokens of a response
 LONG = {"data": {"pack_tokens": 1024}, "rollout": {"max_new_tokens": LENGTH}}

@@ -1,6 +1,5 @@
 """Weight pushes: retries, work on the driver alone, and the pushes that it may request."""
 
-from collections import Counter
 from collections.abc import Container, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +10,7 @@ import torch.distributed as dist
 from megavlm.inference.errors import ServersFailed, TrainerFault, WeightSyncError
 from megavlm.inference.server_pool.state import State
 from megavlm.observability.phases import Phases
-from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.colocate import SharedMemory
-from megavlm.training.driver import Driver
-from megavlm.training.step.planner import StepPlanner
 from megavlm.training.weight_push import WeightPusher
 from megavlm.weight_sync.update import SyncReport
 from tests.support.fork import launch
@@ -135,46 +131,3 @@ def pushed_once_a_step() -> int:
 
 def test_weights_that_the_servers_have_are_not_pushed_again() -> None:
     assert launch(1, pushed_once_a_step) == [2]
-
-
-class Records(Driver):
-    """A driver whose records are a list."""
-
-    def __init__(self, records: list[dict[str, float]]) -> None:
-        self.records, self.planner = records, CountedPasses()
-
-    def record(self, step: int, metrics: dict[str, float], samples: Any) -> None:
-        self.records.append(metrics)
-
-
-class CountedPasses(StepPlanner):
-    def __init__(self) -> None:
-        pass
-
-    def utilization(self, passes: Any, seconds: Any) -> dict[str, float]:
-        return {"passes": sum(passes.values())}
-
-
-def recorded() -> list[Any]:
-    """Metrics of two steps, after two pushes and after none."""
-    trainer, records = BaseTrainer.__new__(BaseTrainer), []
-    trainer.weights = pusher()
-    trainer.weights.push()
-    trainer.weights.push()
-    trainer.train_state = SimpleNamespace(  # type: ignore[assignment]
-        step=3,
-        config=SimpleNamespace(algorithm=None, lora=SimpleNamespace(rank=0)),
-        phases=SimpleNamespace(take=lambda: {"seconds/total": 1.0}),
-    )
-    trainer.driver = Records(records)
-    trainer.passed_tokens = Counter(reference=1.0)  # of the first step alone
-    for _ in range(2):
-        trainer.record({}, num_tokens=1)
-    return records
-
-
-def test_metrics_of_a_step_count_what_was_sent_and_compared() -> None:
-    ((first, second),) = launch(1, recorded)
-    assert (first["sync_bytes"], first["sync_checked"], first["sync_servers"]) == (14, 6, 1)
-    assert not [name for name in second if name.startswith("sync")]
-    assert first["passes"] == 1.0 + second["passes"]
