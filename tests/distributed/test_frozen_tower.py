@@ -31,7 +31,7 @@ TRAINED = ModelOptions(freeze_tower=False, freeze_merger=False)
 MERGER_TRAINED = ModelOptions(freeze_merger=False)
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen3_vl", *slow("qwen2_5_vl")])
 def model(request: pytest.FixtureRequest) -> tuple[Path, Any]:
     """A folder and its configuration."""
     folder = model_folder(request.param)

@@ -41,20 +41,14 @@ CASES = [
     ("qwen2_5_vl", "TP2+SP", DENSE + TOWER),
     ("qwen2_5_vl", "PP2 virtual 2", DENSE + TOWER),
     ("qwen3_vl_moe", "EP2 over TP2+SP", EXPERTS),
-    ("qwen3_vl_moe", "ETP2", EXPERTS),
     ("qwen3_5", "TP2+SP", LINEAR),
     *slow(
+        ("qwen3_vl_moe", "ETP2", EXPERTS),
         ("qwen3_5", "CP2", LINEAR),
         ("qwen3_5_moe", "EP2 over TP2+SP", (*LINEAR, "language.experts")),
-        ("qwen2_5_vl", "one rank", DENSE),
-        ("qwen2_5_vl", "TP2", DENSE),
         ("qwen2_5_vl", "TP4", DENSE),  # more ranks than key-value heads
-        ("qwen2_5_vl", "TP4+SP", DENSE),
         ("qwen2_5_vl", "TP2xCP2", DENSE + TOWER),
-        ("qwen2_vl", "DP2", DENSE + TOWER),
         ("qwen3_vl_moe", "one rank", EXPERTS + TOWER),
-        ("qwen3_vl_moe", "EP2", EXPERTS),
-        ("qwen3_vl_moe", "TP2+SP", EXPERTS),
     ),
 ]
 

@@ -99,23 +99,15 @@ def check(
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("family", "layout", "settings"),
     [
-        pytest.param(GRADIENTS, id="gradients", marks=pytest.mark.slow),
-        pytest.param(BOTH, id="both"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        ("qwen2_5_vl", "DP2"),
+        ("qwen2_5_vl", "DP2", BOTH),
         *slow(
-            ("qwen2_5_vl", "TP2xDP2"),
-            ("qwen2_5_vl", "PP2"),
-            ("qwen2_5_vl", "PP2 virtual 2"),
-            ("qwen2_5_vl", "CP2"),
-            ("qwen3_vl", "DP2"),
-            ("qwen3_vl_moe", "EP2"),
+            ("qwen2_5_vl", "DP2", GRADIENTS),
+            ("qwen2_5_vl", "TP2xDP2", BOTH),
+            ("qwen2_5_vl", "PP2 virtual 2", BOTH),
+            ("qwen2_5_vl", "CP2", BOTH),
+            ("qwen3_vl_moe", "EP2", BOTH),
         ),
     ],
 )

@@ -189,7 +189,7 @@ def one_rank(family: str, frozen: bool) -> np.ndarray:
     ("model", "frozen"),
     [
         ("qwen2_5_vl", False),
-        *slow(("qwen2_5_vl", True), ("qwen3_vl", False), ("qwen3_vl_moe", True), ("qwen3_5", True)),
+        *slow(("qwen2_5_vl", True), ("qwen3_5", True)),
     ],
 )
 def test_steps_are_those_of_transformers(tmp_path: Path, model: str, frozen: bool) -> None:
@@ -209,15 +209,10 @@ def test_steps_are_those_of_transformers(tmp_path: Path, model: str, frozen: boo
     [
         ("qwen2_5_vl", False, "TP2+SP"),
         ("qwen2_5_vl", True, "PP2"),
-        ("qwen2_5_vl", False, "CP2xDP2"),
         *slow(
-            ("qwen3_vl_moe", True, "EP2"),
-            ("qwen2_5_vl", True, "TP2"),
+            ("qwen2_5_vl", False, "CP2xDP2"),
             ("qwen2_5_vl", False, "PP2 virtual 2"),
-            ("qwen2_5_vl", True, "CP2"),
-            ("qwen2_5_vl", True, "DP2"),
             ("qwen3_vl_moe", True, "EP2 over TP2+SP"),
-            ("qwen3_5", True, "TP2+SPxPP2"),
         ),
     ],
 )
@@ -245,7 +240,7 @@ def test_a_resumed_run_compares_with_the_start_of_the_first(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("qwen2_5_vl", "TP2+SP"),
+        ("qwen2_5_vl", "one rank"),
         *slow(("qwen2_5_vl", "PP2"), ("qwen3_vl_moe", "EP2 over TP2+SP")),
     ],
 )

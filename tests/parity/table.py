@@ -115,7 +115,9 @@ class Case:
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """Axes that are cut, however many ranks they have."""
+        """Axes that are cut, however many ranks they have. Sequence parallelism and virtual stages
+        are told apart where no other axis is cut.
+        """
         mesh = self.ranks.mesh
         cut = {
             "tensor": mesh.tensor > 1,
@@ -127,7 +129,10 @@ class Case:
             "expert tensor": mesh.expert_tensor > 1,
             "data": self.ranks.data > 1,
         }
-        return tuple(name for name, is_cut in cut.items() if is_cut)
+        names = [name for name, is_cut in cut.items() if is_cut]
+        if len(names) > 2:
+            names = [name for name in names if name not in ("sequence", "virtual")]
+        return tuple(names)
 
     def __str__(self) -> str:
         parts = [self.family, self.layout, self.inputs, self.options, "tied" if self.tied else ""]

@@ -128,7 +128,7 @@ print(layer.k_scale_float, layer.v_scale_float, layer.k_scale.item())
 @pytest.mark.parametrize(
     ("family", "kind", "layout", "ranks"),
     [
-        ("qwen2_5_vl", "tensor", "TP2", 1),
+        pytest.param("qwen2_5_vl", "tensor", "TP2", 1, marks=pytest.mark.slow),
         pytest.param("qwen2_5_vl", "distributed", "TP2", 2, marks=pytest.mark.slow),
         pytest.param("qwen3_vl_moe", "tensor", "EP2", 1, marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", "tensor", "EP2", 2, marks=pytest.mark.slow),

@@ -24,10 +24,10 @@ from tests.sglang.test_weights import differences
 from tests.support.draft_head import add_draft_head
 from tests.support.fork import launch
 from tests.support.generation import generate
-from tests.support.levels import slow
 
 pytestmark = [
     pytest.mark.sglang,
+    pytest.mark.slow,
     pytest.mark.xdist_group("speculation"),
     pytest.mark.timeout(1200),
 ]
@@ -71,7 +71,7 @@ def accept_length(responses: Sequence[Response]) -> float:
     return draft_metrics(responses)["accept_length"]
 
 
-@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_the_targets(served: Served, temperature: float) -> None:
     responses = sampled(served, temperature)
     assert 1.05 < accept_length(responses) < 3.5
@@ -88,14 +88,13 @@ def test_suppressed_tokens_are_drafted_and_rejected(served: Served) -> None:
     assert all(likeliest not in response.token_ids for response in responses)
 
 
-@pytest.mark.parametrize("kind", ["tensor", *slow("distributed", "disk")])
+@pytest.mark.parametrize("kind", ["tensor", "distributed", "disk"])
 def test_a_push_reaches_the_target_and_what_the_draft_shares(
     served: Served, kind: str, tmp_path: Path
 ) -> None:
     assert pushed(served, kind, tmp_path) == SHARED
 
 
-@pytest.mark.slow
 def test_a_push_with_tied_embeddings(tmp_path: Path) -> None:
     sizes = {"family": "qwen3_5", "num_layers": 4, "init_std": 0.05, "tied_embeddings": True}
     make_tiny_model(tmp_path / "plain", [QUESTION] * 10, seed=3, max_vocab=300, **sizes)
@@ -118,7 +117,6 @@ def pushed(served: Served, kind: str, tmp_path: Path) -> set[str]:
     return different(before, draft_weights(served))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
 def test_a_push_under_a_request(served: Served, pause: str, tmp_path: Path) -> None:
     request = push_under_a_request(served, pause, tmp_path)

@@ -27,7 +27,7 @@ def response(ids: list[int]) -> Response:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen2_5_vl", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_5", "qwen3_vl"))],
+    ["qwen2_5_vl"],
 )
 def test_log_probs_are_those_of_transformers(
     servers: Callable[[str], Served], family: str, monkeypatch: pytest.MonkeyPatch

@@ -30,9 +30,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 FAMILIES = [
     "qwen2_5_vl",
     pytest.param("qwen2_vl", marks=pytest.mark.slow),
-    pytest.param("qwen3_vl_moe", marks=pytest.mark.slow),
     pytest.param("qwen3_5", marks=pytest.mark.slow),
-    pytest.param("qwen3_5_moe", marks=pytest.mark.slow),
     pytest.param("qwen3_vl", marks=pytest.mark.slow),
 ]
 

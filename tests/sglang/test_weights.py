@@ -65,11 +65,8 @@ def after_push(served: Served, kind: str, version: int, folder: Path) -> dict[st
         ("qwen2_5_vl", "tensor", "TP2"),
         ("qwen2_5_vl", "disk", "TP2"),
         ("qwen2_5_vl", "distributed", "TP2"),
-        pytest.param("qwen2_5_vl", "tensor", "PP2", marks=pytest.mark.slow),
         pytest.param("qwen3_vl", "tensor", "TP2", marks=pytest.mark.slow),
-        pytest.param("qwen3_vl", "distributed", "PP2", marks=pytest.mark.slow),
         pytest.param("qwen3_5", "tensor", "TP2", marks=pytest.mark.slow),
-        pytest.param("qwen3_5", "disk", "PP2", marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", "distributed", "EP2", marks=pytest.mark.slow),
     ],
 )
