@@ -171,6 +171,7 @@ def test_the_guide_s_tools_are_called() -> None:
     assert wrong.observation.messages[0]["content"].startswith("error: convert: unit: ")
 
 
+@pytest.mark.slow
 def test_the_guide_s_mcp_server_is_called() -> None:
     async def steps(session: Any, shown: Observation) -> None:
         assert [tool["function"]["name"] for tool in shown.tools] == ["convert"]

@@ -8,23 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 import torch
 
 from megavlm.config.load import load
 from megavlm.families import family as family_of
-from megavlm.inference import protocol, requests
-from megavlm.inference.protocol import Sampling
-from megavlm.models.common.config import ModelOptions
-from megavlm.parallel import platform
 from megavlm.run.checks.preflight import check_server_args
 from tests.benchmarks.results import replace_part
-from tests.gpu import figures, grpo, linear_attention, model, page, parity, shapes, stage
+from tests.gpu import figures, grpo, linear_attention, page, parity, shapes, stage
 from tests.gpu.grpo import Memory
 from tests.gpu.stage import Part
-from tests.support.fork import launch
-from tests.support.prompts import make_prompt
 from tests.support.releases import RELEASES
 from tests.support.timeouts import scaled
 
@@ -80,15 +73,6 @@ def test_parity_on_transformer_engine_s_layers_runs_on_a_cpu(family: str) -> Non
     assert any(line["check"].startswith("flash, bfloat16") for line in lines)
 
 
-def test_parity_leaves_out_a_kernel_that_refuses_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "has_gpu", lambda: True)
-    monkeypatch.setattr(platform, "device", lambda: torch.device("cuda"))
-    for reason, rules in ((None, {"torch", "fla"}), ("Triton 3.6.0", {"torch"})):
-        monkeypatch.setattr(parity, "backward_refusal", lambda reason=reason: reason)
-        found = [*parity.variants(has_rule=True, engine=False)]
-        assert {variant.rule for variant in found} == rules
-
-
 @pytest.mark.parametrize("family", shapes.FAMILIES)
 def test_wide_models_have_released_widths_and_few_layers(family: str) -> None:
     config = shapes.parity_config(family, "wide")
@@ -98,13 +82,6 @@ def test_wide_models_have_released_widths_and_few_layers(family: str) -> None:
         assert getattr(config.text_config, name) == text[name], name
     assert config.text_config.num_hidden_layers == config.vision_config.depth == 4
     assert family_of(family).mapping(config)
-
-
-@pytest.mark.parametrize(("gigabytes", "whole"), [(85, False), (150, True)])
-def test_layers_that_fit_leave_room_for_activations(gigabytes: float, whole: bool) -> None:
-    small, large = (shapes.config_of(figures.MODELS[name]) for name in ("3b", "7b"))
-    assert (figures.num_layers(small, gigabytes * 1e9) == 36) is whole
-    assert 4 <= figures.num_layers(large, gigabytes * 1e9) < 28
 
 
 def errors(**values: float) -> dict[str, float]:
@@ -201,51 +178,6 @@ def test_a_run_s_recipe_is_valid(
     assert config.rollout.colocate and config.rollout.sync == "tensor"
     assert config.algorithm.steps == min(grpo.CASES[name].steps, 3 if is_tiny else 20)
     check_server_args(config.rollout)
-
-
-def test_the_long_run_is_an_eighth_of_the_published_step() -> None:
-    case = grpo.CASES["long"]
-    drawn = grpo.lengths(case)
-    assert len(drawn) == 8 * 8 and max(drawn) == 8192 and min(drawn) >= 1
-    assert sum(drawn) / len(drawn) == pytest.approx(grpo.LONG_MEAN, rel=0.05)
-
-
-def test_requests_ask_for_the_drawn_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("generate_body", "TOKENS_PER_REQUEST"):
-        monkeypatch.setattr(requests, name, getattr(requests, name))  # is taken back
-    monkeypatch.setattr(protocol, "_parameters", protocol._parameters)
-    grpo.fix_lengths([3, 9])
-    request = requests.Request([0], [make_prompt(first_id=5)], n=3)
-    (body, *rest) = request.body(Sampling(1.0, 8), protocol.IN_BODY)
-    values = orjson.loads(body + b"".join(rest))
-    assert values["input_ids"] == [[5, 1, 2]] * 3
-    asked = [(x["max_new_tokens"], x["ignore_eos"], x["n"]) for x in values["sampling_params"]]
-    assert asked == [(3, True, 1), (8, True, 1), (3, True, 1)]
-
-
-def bytes_of_a_bench() -> tuple[int, int]:
-    """Bytes of weights, gradients and main weights of a bench after an update, open and closed."""
-    os.environ[shapes.SWITCH] = "tiny"
-    model.prepare()
-    bench = figures.Bench(figures.config_of("3b"), ModelOptions(dtype=torch.bfloat16))
-    bench.update()
-    parameters = [*bench._chunks[0].parameters()]
-    tensors = [x for p in parameters for x in (p, getattr(p, "main_grad", p))]
-    tensors += [p.main_param for p in parameters if hasattr(p, "main_param")]
-
-    def held() -> int:
-        return sum(
-            {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
-        )
-
-    before = held()
-    bench.close()
-    return before, held()
-
-
-def test_a_closed_bench_takes_no_memory() -> None:
-    ((before, after),) = launch(1, bytes_of_a_bench)
-    assert before > 1e5 and after == 0
 
 
 def test_a_stage_ends_within_a_command_of_ten_minutes() -> None:

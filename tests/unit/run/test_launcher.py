@@ -84,14 +84,6 @@ def all_gone(family: list[psutil.Process]) -> bool:
     return not alive
 
 
-@pytest.mark.slow
-def test_all_ranks_run(write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    done = train(write_recipe(), seed=0)
-    assert (done.returncode, done.stderr) == (0, "")
-    ran = {path.name: path.read_text() for path in (tmp_path / "run").glob("ran-*")}
-    assert ran == {"ran-0": "2", "ran-1": "2"}
-
-
 @pytest.mark.parametrize(
     ("seed", "reason"),
     [
@@ -169,6 +161,7 @@ def test_a_fault_of_ours_shows_its_traceback_and_the_rank(write_recipe: WriteRec
     assert "ChildFailedError" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_first_interrupt_asks_to_stop_and_a_second_ends_every_process(
     write_recipe: WriteRecipe,
 ) -> None:
@@ -220,7 +213,6 @@ def test_a_request_to_stop_outside_of_a_step_ends_every_process(
     ("number", "seconds"),
     [
         (signal.SIGUSR1, "0"),
-        (signal.SIGHUP, "0"),
         (signal.SIGINT, "0"),
         (signal.SIGTERM, "40"),  # torchrun kills its ranks after 30 seconds
     ],
@@ -293,10 +285,9 @@ def test_who_has_explained_the_end(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [4, 10])
-def test_a_killed_rank_is_named(write_recipe: WriteRecipe, tmp_path: Path, seed: int) -> None:
-    """The other one, whose collective fails, says nothing."""
-    with working(write_recipe(), seed) as (process, family):
+def test_a_killed_rank_is_named(write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    """The other one, whose collective fails, says nothing, though no request stops it."""
+    with working(write_recipe(), seed=10) as (process, family):
         pid = int((tmp_path / "run" / "pids-1").read_text().split()[0])
         os.kill(pid, signal.SIGKILL)
         _, stderr = process.communicate(timeout=WAIT)

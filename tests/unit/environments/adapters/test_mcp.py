@@ -210,6 +210,7 @@ def test_each_episode_has_a_session_of_its_own(address: str) -> None:
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_is_an_observation_for_its_episode_alone() -> None:
     async def work() -> None:
         async with pool("tools", tools=(COMMAND,)) as made:

@@ -21,9 +21,7 @@ def train(config: Any, progress: Any) -> bool:
     rank = int(os.environ["RANK"])
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    if config.run.seed == 0:
-        (folder / f"ran-{rank}").write_text(os.environ["WORLD_SIZE"])
-    elif config.run.seed == 1:
+    if config.run.seed == 1:
         raise ValueError("every rank refuses this")
     elif config.run.seed == 2:
         dist.init_process_group("gloo")
