@@ -32,7 +32,7 @@ from tests.unit.checkpointing.ranks import SETTINGS
 
 # Pairs of tensor and pipeline ranks; experts are spread over the ranks that these leave, or over
 # data ranks where there are none.
-SIZES = [(tensor, pipeline) for pipeline in (2, 1) for tensor in (4, 2, 1)]
+SIZES = [(4, 2), (2, 2), (2, 1), (1, 1)]
 EXPERTS = {
     "expert TP2": Ranks(Layout(tensor=2, expert_tensor=2), sequence=True),
     **{

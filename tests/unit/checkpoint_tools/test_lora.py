@@ -123,7 +123,7 @@ def test_settings_of_peft(case: str, hf_folder: Folder, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("alpha", "pattern"), [(6, {"q_proj": -6}), (-6, {"q_proj": 6, "v_proj": -12}), (-6, {})]
+    ("alpha", "pattern"), [(6, {"q_proj": -6}), (-6, {"q_proj": 6, "v_proj": -12})]
 )
 def test_a_scale_may_be_negative(
     alpha: float, pattern: dict[str, float], hf_folder: Folder, tmp_path: Path

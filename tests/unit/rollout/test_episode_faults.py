@@ -14,6 +14,7 @@ from megavlm.inference.protocol import Response
 from megavlm.limited.failure import CallFailure
 from megavlm.rewards.base import Example, RewardStop, Score
 from megavlm.rewards.manager import RewardManager
+from megavlm.rollout import episodes
 from megavlm.rollout.timed_environment import step_score
 from megavlm.rollout.trajectory import Group
 from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner, fails, graded, play
@@ -75,7 +76,6 @@ def test_turns_that_sum_up_to_1_are_correct(last: float, is_correct: bool) -> No
     [
         ("no observation", "has no observation"),
         ("role", "the role 'robot'"),
-        ("no role", "the role None"),
         ("part", "a message's content has "),
         ("surrogate", "surrogates"),
         ("placeholder", "2 <image> for 1 images"),
@@ -84,11 +84,18 @@ def test_turns_that_sum_up_to_1_are_correct(last: float, is_correct: bool) -> No
 def test_an_observation_that_cannot_be_shown_costs_its_episode(
     processor: Processor, manager: RewardManager, fault: str, problem: str
 ) -> None:
-    settings: dict[str, Any] = {"max_turns": 2, "options": {"fault": fault}, "n": 1}
-    (episode,) = play(processor, manager, Policy(processor, "3"), FAULTY, **settings)
-    assert (episode.score.reward, episode.score.failure) == (0.0, "value")
+    playing = episode_runner(processor, manager, FAULTY, max_turns=2, options={"fault": fault})
+
+    def score() -> Score | None:
+        (group,) = groups = RUNNER.run(playing.start([Group(processor.prompt(ROW))], 1))
+        RUNNER.run(playing.play(groups, Policy(processor, "3")))
+        return group.episodes[0].score
+
+    assert (found := score()) and (found.reward, found.failure) == (0.0, "value")
+    playing.reward_manager = fails("stop")
     with pytest.raises(RewardStop, match=rf"environment.name={FAULTY}, rows:5: .*{problem}"):
-        play(processor, fails("stop"), Policy(processor, "3"), FAULTY, **settings)
+        score()
+    RUNNER.run(playing._environments.close())  # the reward manager is the tests' own
 
 
 def test_an_image_mark_in_an_observation_without_images_is_text(
@@ -113,14 +120,15 @@ def test_an_environment_without_one_start_for_a_group_is_one_sentence(
     ("fault", "problem"), [("starts as a tool", "no user message"), ("starts as robot", "robot")]
 )
 def test_a_start_that_cannot_be_shown_leaves_its_prompt_out(
-    processor: Processor, fault: str, problem: str
+    processor: Processor, fault: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(episodes, "MAX_REPLACED", 8)
     options: dict[str, Any] = {"options": {"fault": fault}}
     prompt = processor.prompt(ROW)
     playing = episode_runner(processor, fails("zero"), FAULTY, **options)
     assert RUNNER.run(playing.start([Group(prompt)], 2)) == [] and playing.skipped == {"bad": 1}
-    with pytest.raises(ValueError, match=f"none of 1000 prompts .*rows:5.*{problem}"):
-        RUNNER.run(playing.start_or_replace([Group(prompt)], 1, lambda n: [prompt] * 250))
+    with pytest.raises(ValueError, match=f"none of 8 prompts .*rows:5.*{problem}"):
+        RUNNER.run(playing.start_or_replace([Group(prompt)], 1, lambda n: [prompt] * 4))
     RUNNER.run(playing.close())
 
 
@@ -179,14 +187,17 @@ def test_a_reset_that_fails_is_one_sentence_or_leaves_its_prompt_out(
     RUNNER.run(playing.close())
 
 
-def test_a_start_that_is_too_long_is_left_out_or_one_sentence(processor: Processor) -> None:
+def test_a_start_that_is_too_long_is_left_out_or_one_sentence(
+    processor: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The schema of the tool alone has more tokens than this recipe's prompts may."""
+    monkeypatch.setattr(episodes, "MAX_REPLACED", 8)
     prompt = processor.prompt(ROW)
     playing = episode_runner(processor, graded(), "geo3k_calculator", long_prompts="skip")
     assert RUNNER.run(playing.start([Group(prompt)], 2)) == []
     assert playing.skipped == {"long": 1}
-    with pytest.raises(ValueError, match=r"none of 1000 prompts in a row can start; .*rows:5"):
-        RUNNER.run(playing.start_or_replace([Group(prompt)], 2, lambda n: [prompt] * 250))
+    with pytest.raises(ValueError, match=r"none of 8 prompts in a row can start; .*rows:5"):
+        RUNNER.run(playing.start_or_replace([Group(prompt)], 2, lambda n: [prompt] * 4))
     RUNNER.run(playing.close())
     playing = episode_runner(processor, graded(), "geo3k_calculator", long_prompts="refuse")
     with pytest.raises(ValueError, match=r"geo3k_calculator, rows:5 adds to the prompt\. .*tokens"):

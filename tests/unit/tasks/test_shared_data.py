@@ -60,8 +60,10 @@ def test_the_true_answer_is_right_and_another_is_not(folder: str) -> None:
     name, options = SETS[folder]
     data = rows(SHARED / folder)
     wrap = r"\boxed{%s}" if name == "geo3k" else "%s"
-    right = scores(name, options, [(wrap % row["answer"], dict(row)) for row in data])
-    wrong = scores(name, options, [(wrap % "qx 77123", dict(row)) for row in data])
+    said = [*(row["answer"] for row in data), *["qx 77123"] * len(data)]
+    pairs = [(wrap % text, dict(row)) for text, row in zip(said, data * 2, strict=True)]
+    found = scores(name, options, pairs)
+    right, wrong = found[: len(data)], found[len(data) :]
     assert all(score.correct for score in right), [
         row["answer"] for row, score in zip(data, right, strict=True) if not score.correct
     ]
@@ -79,10 +81,8 @@ def test_cider_ranks_a_image_s_own_captions_first(tmp_path: Path) -> None:
     held = [row | {"references": row["references"][1:]} for row in data]
     own = [(row["references"][0], dict(rest)) for row, rest in zip(data, held, strict=True)]
     other = [(row["references"][0], dict(rest)) for row, rest in zip(data[1:], held, strict=False)]
-    means = [
-        sum(score.reward for score in found) / len(found)
-        for found in (scores("caption", options, own), scores("caption", options, other))
-    ]
+    rewards = [score.reward for score in scores("caption", options, own + other)]
+    means = [sum(x) / len(x) for x in (rewards[: len(own)], rewards[len(own) :])]
     assert 0.3 < means[0] < 3 and means[1] < 0.2
 
 

@@ -66,8 +66,6 @@ class Faulty:
             case "part":
                 content: Any = [{"type": "text", "text": "?"}]
                 return Step(Observation([{"role": "user", "content": content}]), 0.0, False)
-            case "no role":
-                return Step(Observation([{"content": "?"}]), 0.0, False)
             case "no content":
                 return Step(Observation([{"role": "user"}]), 0.0, False)
             case "mixed":
