@@ -123,10 +123,13 @@ def resume(hf: Path, folder: Path, step: int) -> list[str]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "point",
-    [*QUICK_POINTS, *slow(*(x for x in range(len(WRITE_POINTS)) if x not in QUICK_POINTS))],
+    ("point", "background"),
+    [
+        *((point, True) for point in QUICK_POINTS),
+        *slow(*((x, True) for x in range(len(WRITE_POINTS)) if x not in QUICK_POINTS)),
+        *slow(*((point, False) for point in QUICK_POINTS)),
+    ],
 )
-@pytest.mark.parametrize("background", [True, *slow(False)])
 def test_a_killed_save_leaves_the_step_before(
     hf: Path, first: tuple[Path, list[str]], tmp_path: Path, point: int, background: bool
 ) -> None:
@@ -181,7 +184,7 @@ def save_under_tp2(hf: Path, folder: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("background", [True, *slow(False)])
 def test_a_full_disk_is_an_error_on_every_rank(hf: Path, tmp_path: Path, background: bool) -> None:
     launch(2, save_under_tp2, hf, tmp_path)
     before = sorted(tmp_path.rglob("*"))
