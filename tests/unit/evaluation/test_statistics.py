@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from megavlm.evaluation.statistics import estimate, mcnemar, paired_test, pass_at_k
 
@@ -32,6 +31,8 @@ def test_pass_at_k_is_unbiased() -> None:
 
 @given(st.integers(0, 30), st.integers(0, 30))
 def test_mcnemar_is_the_binomial_test(first: int, second: int) -> None:
+    from scipy import stats  # here: it takes a second
+
     if first + second == 0:
         assert mcnemar(0, 0) == 1
     else:
@@ -40,6 +41,8 @@ def test_mcnemar_is_the_binomial_test(first: int, second: int) -> None:
 
 
 def test_methods_follow_the_values() -> None:
+    from scipy import stats
+
     right_or_wrong = estimate([1, 0, 1, 1])
     assert right_or_wrong.method == "wilson" and right_or_wrong.value == 0.75
     expected = stats.binomtest(3, 4).proportion_ci(method="wilson")

@@ -15,7 +15,6 @@ from typing import Any
 
 import fsspec
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -372,6 +371,8 @@ def test_an_answer_is_the_text_that_pandas_prints(
     if not pa.types.is_list(column.type):
         assert row.category == text
         if not pa.types.is_decimal(column.type):
+            import pandas as pd  # here: it takes half a second
+
             assert str(pd.Series(column.to_pandas()).iloc[0]) == text
 
 
