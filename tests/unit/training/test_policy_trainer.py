@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from megavlm.data.packing import Pack
 
 from megavlm.config.algorithm import GRPO, PPO
 from megavlm.config.load import load
+from megavlm.data.packs.packing import Pack
 from megavlm.process import STOP_SIGNALS, Stopped, stop_at_once
 from megavlm.training import base_trainer
 from megavlm.training.guards import SLURM_END, TimeLimit
