@@ -12,8 +12,9 @@ FAMILY = "qwen2_5_vl"
 
 
 def test_both_ways(hf_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf = hf_folder(FAMILY)
     capsys.readouterr()
-    assert not run("import", hf_folder(FAMILY), tmp_path / "checkpoint")
+    assert not run("import", hf, tmp_path / "checkpoint")
     out, error = capsys.readouterr()
     assert re.search(r"\d+ tensors, [\d.]+ MB, imported into", out) and not error
     assert not run("export", tmp_path / "checkpoint", tmp_path / "out", "--max-shard-size", "0.5MB")
