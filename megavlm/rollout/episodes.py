@@ -20,7 +20,6 @@ import torch
 
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.schema import Config
-from megavlm.data.chat.messages import Message
 from megavlm.data.loader import Kind
 from megavlm.data.processor import Processor, Prompt, PromptTooLong
 from megavlm.data.rows import Row
@@ -32,10 +31,10 @@ from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestRefused, RequestTimedOut
 from megavlm.inference.teacher import Teacher
 from megavlm.limited.failure import CallFailure
-from megavlm.rewards.base import Example, ResponseDetails
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.group_tree import tree_parts
 from megavlm.rollout.observations import Observer
+from megavlm.rollout.scores import add_group_rewards, ask_teacher, details, example
 from megavlm.rollout.timed_environment import TimedEnvironment, step_score
 from megavlm.rollout.trajectory import Episode, Group
 
@@ -195,9 +194,10 @@ class EpisodeRunner:
         finally:
             _close([group])
         if group.has_ended and group.awaits_reward:
-            await self._score_group(group)
+            await add_group_rewards(group, self.reward_manager, self._config.data.system_prompt)
         if group.has_ended and group.awaits_teacher:
-            await self._ask_teacher(group)
+            assert self._teacher is not None
+            await ask_teacher(group, self._teacher, self.reward_manager, self._name(group.prompt))
         group.timed_out = not group.is_played
         if group.is_played:
             tree_parts(group)  # found now, while other groups are generated
@@ -263,48 +263,6 @@ class EpisodeRunner:
             raise
         except ValueError as error:  # such as an unreadable image
             raise CallFailure("value", f"{self._name(prompt)}: {error}") from error
-
-    async def _score_group(self, group: Group) -> None:
-        """Add the rewards of the whole group to its episodes, apart from those that have failed."""
-        scores = await self.reward_manager.score_group(
-            [episode.texts[-1] for episode in group.episodes],
-            [details(episode.responses[-1], episode.texts) for episode in group.episodes],
-            group.scores,
-            example(group.prompt.row, self._config.data.system_prompt),
-            group.stage,
-        )
-        for episode, score in zip(group.episodes, scores, strict=True):
-            if episode.score.failure is None:
-                episode.add_group_score(score)
-        group.awaits_reward = False
-
-    async def _ask_teacher(self, group: Group) -> None:
-        """Add the teacher's log-probs to the responses of a group, apart from those that are not
-        trained on. A failure is that of a reward.
-        """
-        teacher = self._teacher
-        assert teacher is not None
-        calls: dict[Prompt, list[tuple[Episode, int]]] = {}  # all first turns have one prompt
-        for episode in group.episodes:
-            for turn, prompt in enumerate(episode.prompts if not episode.score.skipped else ()):
-                calls.setdefault(prompt, []).append((episode, turn))
-
-        async def ask(prompt: Prompt, places: Sequence[tuple[Episode, int]]) -> None:
-            responses = [episode.responses[turn] for episode, turn in places]
-            try:
-                found = await teacher.logprobs(prompt, responses)
-            except CallFailure as failure:
-                named = CallFailure(failure.kind, f"{self._name(prompt)}: {failure}")
-                for episode, _ in places:
-                    if episode.score.failure is None:
-                        episode.add_group_score(self.reward_manager.failed(named))
-                return
-            for (episode, turn), logprobs in zip(places, found, strict=True):
-                response = replace(episode.responses[turn], teacher_logprobs=logprobs)
-                episode.responses[turn] = response
-
-        await asyncio.gather(*(ask(*call) for call in calls.items()))
-        group.awaits_teacher = False
 
     async def _play(self, episode: Episode, response: Response, ask: Ask) -> None:
         """Play an episode from its first response to its end, or until a request times out."""
@@ -391,24 +349,6 @@ def _first_unrouted(episode: Episode, prompt: Prompt) -> int:
         image.key for image in prompt.images[: len(keys)]
     ]
     return response.first_unrouted(len(before.token_ids)) if extends else 0
-
-
-def example(row: Row, system_prompt: str | None = None) -> Example:
-    """Return the row in the form that rewards and environments receive. system_prompt: Added to a
-    row without a system message.
-    """
-    messages = row.messages or (Message("user", row.problem),)
-    if system_prompt is not None and messages[0].role != "system":
-        messages = (Message("system", system_prompt), *messages)
-    chat = tuple({"role": m.role, "content": m.text, **m.keys} for m in messages)
-    return Example(row.problem, row.answer, row.category, row.images, row.extra, chat)
-
-
-def details(response: Response, turns: Sequence[str]) -> ResponseDetails:
-    """Return the facts about a response that rewards may ask for. turns: Texts of the episode's
-    responses up to this one.
-    """
-    return ResponseDetails(response.finish, tuple(turns), response.token_ids)
 
 
 def episode_seed(seed: int, step: int, row: Row) -> int:

@@ -126,13 +126,14 @@ class SyncSchedule:
     rounds: int = 0
     tensors: int = 0
 
+    def target(self, url: str, rank: int) -> int:
+        """Return the index of the target that contains rank `rank` of a server."""
+        return next(i for i, x in enumerate(self.targets) if x.rank == rank and url in x.urls)
+
     def to(self, url: str, rank: int) -> list[int]:
         """Return the indices of the streams to rank `rank` of a server."""
-        return [
-            index
-            for index, stream in enumerate(self.streams)
-            if self.targets[stream.target].rank == rank and url in self.targets[stream.target].urls
-        ]
+        target = self.target(url, rank)
+        return [index for index, stream in enumerate(self.streams) if stream.target == target]
 
 
 @dataclass(frozen=True)

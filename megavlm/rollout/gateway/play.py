@@ -17,6 +17,7 @@ from megavlm.rewards.base import ResponseDetails, Score
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.gateway.server import GatewayServer, new_key
 from megavlm.rollout.gateway.session import GatewaySession, SessionLimits
+from megavlm.rollout.scores import details
 from megavlm.rollout.timed_environment import TimedEnvironment, step_score
 from megavlm.rollout.trajectory import Episode
 
@@ -66,9 +67,7 @@ class AgentPlayer:
             self._chat,
             self._limits,
             sample,
-            lambda response, texts: environment.note(
-                ResponseDetails(response.finish, tuple(texts), response.token_ids)
-            ),
+            lambda response, texts: environment.note(details(response, texts)),
         )
         with suppress(RequestTimedOut):
             async with self._server.open(session) as url:

@@ -19,7 +19,7 @@ from megavlm.parallel import platform
 from megavlm.parallel.watchdog import SERVERS_GROUP
 from megavlm.weight_sync.schedule import Server, SyncSchedule
 from megavlm.weight_sync.transports.base import Sending
-from megavlm.weight_sync.transports.portions import Packer, PortionTransport
+from megavlm.weight_sync.transports.portions import Packer, PortionTransport, Sums
 from megavlm.weight_sync.update import SyncAttempt
 
 
@@ -54,16 +54,14 @@ class DistributedTransport(PortionTransport):
             [senders.index(schedule.streams[index].sender) for index in schedule.to(url, rank)],
         )
 
-    def _send(
-        self, sending: Sending, schedule: SyncSchedule, sums: dict[int, list[list[int]]]
-    ) -> None:
+    def _send(self, sending: Sending, schedule: SyncSchedule) -> Sums:
         rendezvous, rank = sending.attempt.rendezvous, dist.get_rank()
         senders, readers = members(schedule)
         device, name = platform.device(), name_of(rendezvous.group, senders, readers)
         if name not in self._groups:
             self._leave()
             size, limit = len(senders) + len(readers), timedelta(seconds=self._timeout)
-            store = self._store("waits", rendezvous)
+            store = self._store.connect("waits", rendezvous)
             backend, place = platform.backend(), senders.index(rank)
             self._groups[name] = join(store, name, place, size, backend, limit, SERVERS_GROUP)
             meet(self._groups[name], device)
@@ -98,17 +96,17 @@ class DistributedTransport(PortionTransport):
             for work in started:
                 work.wait()
         platform.synchronize()
-        sums.update(packer.read_sums())
+        return packer.read_sums()
 
     def close(self) -> None:
         self._leave()
 
-    def _abort(self, work: "Future[None]") -> None:
+    def _abort(self, work: "Future[Sums]") -> None:
         """Leave the group. A thread that still waits in it, or on its connection, ends at its
         timeout.
         """
         self._token = ""
-        self._stores.pop("waits", None)
+        self._store.drop("waits")
         self._leave()
 
     def _leave(self) -> None:

@@ -22,13 +22,8 @@ from megavlm.parallel import platform
 from megavlm.parallel.shared_file import shared_file
 from megavlm.weight_sync.schedule import Server, Stream, SyncSchedule
 from megavlm.weight_sync.transports.base import Sending
-from megavlm.weight_sync.transports.portions import (
-    Fault,
-    Packer,
-    PortionTransport,
-    Rendezvous,
-    size_of,
-)
+from megavlm.weight_sync.transports.portions import Packer, PortionTransport, Sums, size_of
+from megavlm.weight_sync.transports.store import Fault, Rendezvous
 from megavlm.weight_sync.update import SyncAttempt
 
 
@@ -43,9 +38,7 @@ class TensorTransport(PortionTransport):
             if x.url in attempt.loading
         ]
 
-    def _send(
-        self, sending: Sending, schedule: SyncSchedule, sums: dict[int, list[list[int]]]
-    ) -> None:
+    def _send(self, sending: Sending, schedule: SyncSchedule) -> Sums:
         rendezvous, rank = sending.attempt.rendezvous, dist.get_rank()
         mine = {
             index: stream
@@ -53,7 +46,7 @@ class TensorTransport(PortionTransport):
             if rank in (stream.holder, stream.sender)
         }
         packer = Packer(sending.shards, sending.settings.dtype)
-        store = self._store("waits", rendezvous)
+        store = self._store.connect("waits", rendezvous)
         fault: Fault | None = None
         with ExitStack() as files:
             buffers = {}
@@ -101,7 +94,7 @@ class TensorTransport(PortionTransport):
                 self.note_progress()
         if fault is not None:
             raise fault
-        sums.update(packer.read_sums())
+        return packer.read_sums()
 
     def _wait_for_readers(
         self,

@@ -18,9 +18,9 @@ from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestRefused, RequestTimedOut
 from megavlm.rewards.base import RewardStop
 from megavlm.rewards.manager import RewardManager
-from megavlm.rollout.episodes import example
 from megavlm.rollout.group_tree import group_tree
 from megavlm.rollout.groups import policy_trees, rollout_metrics
+from megavlm.rollout.scores import example
 from megavlm.rollout.trajectory import Group
 from tests.support.columns import columns, of_calls
 from tests.support.responses import make_response
