@@ -60,6 +60,7 @@ class LoRA(Section):
             )
         for target in self.targets:
             if target not in COMPONENTS and not target.startswith((LANGUAGE, VISION)):
+                # The same leaf name can be in the language model and in the tower.
                 raise ValueError(
                     f"lora.targets holds {target!r}: choose from {', '.join(COMPONENTS)}, or give "
                     f"a full path such as {LANGUAGE}decoder.layers.*.self_attention.linear_qkv"

@@ -53,8 +53,13 @@ class Model(Section):
     DeepStack."""
 
     def check(self) -> None:
-        if self.dtype == "float32" and self.attention in HALF_PRECISION:
-            raise ValueError(
-                f"model.attention={self.attention} does not compute in model.dtype=float32: "
-                "set model.dtype=bfloat16, or model.attention to sdpa, flex or auto"
-            )
+        check_attention(self.attention, self.dtype)
+
+
+def check_attention(attention: str, dtype: str) -> None:
+    """Raise ValueError if the kernel `attention` does not compute in `dtype`."""
+    if dtype == "float32" and attention in HALF_PRECISION:
+        raise ValueError(
+            f"model.attention={attention} does not compute in model.dtype=float32: "
+            "set model.dtype=bfloat16, or model.attention to sdpa, flex or auto"
+        )

@@ -229,11 +229,8 @@ class Rollout(Section):
         for url in self.urls:
             _check_url("urls", url)
         count = len(self.urls) if self.mode == "external" else self.servers
-        if self.min_servers > count and not self.colocate:  # on several nodes there are more
-            raise ValueError(
-                f"rollout.min_servers={self.min_servers} is more than the {count} servers that "
-                "there are: lower it"
-            )
+        if not self.colocate:  # on several nodes there are more
+            self.check_servers(count)
         for name, value in self.server_args.items():
             plain = name.lstrip("-").replace("-", "_")
             if plain == "mm_feature_transport" and value not in (None, "cpu"):
@@ -260,6 +257,23 @@ class Rollout(Section):
                 "passes on, but rollout.suppress_special_tokens=true is one: servers would sample "
                 "from another distribution than the one that is trained; set "
                 "rollout.suppress_special_tokens=false or rollout.router=null"
+            )
+
+    def check_servers(self, count: int) -> None:
+        """Raise ValueError if the `count` servers of a run are too few."""
+        if self.min_servers > count:
+            raise ValueError(
+                f"rollout.min_servers={self.min_servers} is more than the {count} servers that "
+                "there are: lower it"
+            )
+
+    def check_node(self, gpus: int, node: str) -> None:
+        """Raise ValueError if a managed server needs more than the GPUs of `node`."""
+        if self.tensor_parallel > gpus:
+            raise ValueError(
+                f"rollout.tensor_parallel={self.tensor_parallel} is more than the {gpus} GPUs of "
+                f"{node}, on which a server of rollout.mode=managed stays: lower it, or give the "
+                "servers nodes of their own (megavlm launch --rollout-nodes)"
             )
 
     def _check_quantization(self) -> None:

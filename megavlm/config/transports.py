@@ -37,6 +37,16 @@ TRANSPORT_TRAITS: Mapping[str, TransportTraits] = {
 }
 
 
+def check_one_machine(sync: str, found: str) -> None:
+    """Raise ValueError if a transport reaches no GPU servers where they were `found`."""
+    if TRANSPORT_TRAITS[sync].one_machine:
+        raise ValueError(
+            f"{found}, but rollout.sync={sync} hands servers handles of GPU memory that only "
+            "processes on the machine of the trainer's rank 0 can open: set rollout.sync to "
+            f"{transports_with(one_machine=False)}"
+        )
+
+
 def transports_with(**traits: bool) -> str:
     """Return the names of the transports with these traits, for an error: "tensor or disk"."""
     return " or ".join(

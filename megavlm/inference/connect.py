@@ -141,11 +141,7 @@ def server_handles(
         nodes = 1 + len({server.node for server in remote})
         own = managed_servers(config, model_folder, num_nodes=nodes)
         servers: list[ManagedServer | RemoteServer] = [*own, *remote]
-        if rollout.min_servers > len(servers):
-            raise ValueError(
-                f"rollout.min_servers={rollout.min_servers} is more than the {len(servers)} "
-                f"servers of {nodes} nodes: lower it"
-            )
+        rollout.check_servers(len(servers))
         return [ServerHandle.managed(server) for server in servers]
     keys = os.environ.get(API_KEY), os.environ.get(ADMIN_KEY)
     required = Requirements(
@@ -222,12 +218,8 @@ def server_gpus(rollout: Rollout, num_gpus: int, num_trainers: int) -> Sequence[
     size, needed = rollout.tensor_parallel, rollout.servers * rollout.tensor_parallel
     if num_gpus == 0 and not rollout.gpus:
         return [0] * rollout.servers
-    if size > num_gpus and not rollout.gpus:
-        raise ValueError(
-            f"rollout.tensor_parallel={size} is more than the {num_gpus} GPUs of this machine, on "
-            "which servers of rollout.mode=managed stay: lower it, or start them on rollout nodes "
-            "(megavlm launch --rollout-nodes)"
-        )
+    if not rollout.gpus:
+        rollout.check_node(num_gpus, "this machine")
     first = 0 if rollout.colocate else num_trainers
     gpus = rollout.gpus or tuple(range(first, first + needed))
     if max(gpus) >= num_gpus:

@@ -77,13 +77,8 @@ def _resolve(recipe: Path, overrides: list[str], job: Job) -> Config:
         count, span = servers_of_nodes(ranks, job.rollout_nodes, job.server_gpus)
         overrides += _addresses(job.rollout_nodes // span * count)
     config = load(recipe, overrides)
-    ranks = config.rollout.tensor_parallel
-    if config.rollout.mode == "managed" and ranks > job.gpus_per_node:
-        raise ValueError(
-            f"rollout.tensor_parallel={ranks} is more than the {job.gpus_per_node} GPUs of a node "
-            "(--gpus-per-node), on which a server of rollout.mode=managed stays: lower it, or give "
-            "the servers nodes of their own (--rollout-nodes)"
-        )
+    if config.rollout.mode == "managed":
+        config.rollout.check_node(job.gpus_per_node, "a node (--gpus-per-node)")
     return config
 
 

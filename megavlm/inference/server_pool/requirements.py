@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megavlm.config.transports import TRANSPORT_TRAITS, transports_with
+from megavlm.config.transports import check_one_machine
 from megavlm.inference.server_main import LOADER, VIDEOS
 
 Version = tuple[int, ...]
@@ -67,13 +67,8 @@ class Requirements:
         if not isinstance(info.get("tp_size"), int) or not isinstance(info.get("device"), str):
             raise ValueError("does not report its tp_size and device, as SGLang does")
         nodes = info.get("nnodes", 1)
-        one_machine = self.sync is not None and TRANSPORT_TRAITS[self.sync].one_machine
-        if one_machine and info["device"] == "cuda" and nodes > 1:
-            raise ValueError(
-                f"runs on {nodes} nodes, but rollout.sync={self.sync} hands its ranks handles of "
-                "GPU memory that only processes on the machine of the trainer's rank 0 can open: "
-                f"set rollout.sync to {transports_with(one_machine=False)}"
-            )
+        if self.sync is not None and info["device"] == "cuda" and nodes > 1:
+            check_one_machine(self.sync, f"runs on {nodes} nodes")
         return info["tp_size"], info["device"], VIDEOS in loaders
 
 

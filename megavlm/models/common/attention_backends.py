@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megavlm.config.model import check_attention
 from megavlm.models.common.pack_layout import PackLayout, Sequences, attends
 from megavlm.parallel import platform
 
@@ -28,15 +29,10 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Sequences, float], Tensor]
 
 
 def choose_backend(name: str, dtype: torch.dtype) -> Backend:
-    """Return a backend by its name. Raises ValueError if it is unknown or cannot run here."""
-    if name not in BACKENDS:
-        raise ValueError(f"model.attention: {name!r} is unknown; use one of {', '.join(BACKENDS)}.")
+    """Return a backend by its name. Raises ValueError if it cannot run here."""
     if name != "sdpa" and not platform.has_gpu():
         raise ValueError(f"model.attention: {name} needs a GPU; use sdpa on a CPU.")
-    if name in ("flash", "transformer_engine") and dtype == torch.float32:
-        raise ValueError(
-            f"model.attention: {name} does not compute in float32; use sdpa or flex, or bfloat16."
-        )
+    check_attention(name, str(dtype).removeprefix("torch."))
     if name == "transformer_engine" and not importlib.util.find_spec("transformer_engine"):
         raise ValueError(
             "model.attention: transformer_engine is not installed; install it or use flash."

@@ -23,7 +23,7 @@ from megavlm.config.environment import EnvironmentConfig
 from megavlm.config.optimizer import Optimizer
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
-from megavlm.config.transports import TRANSPORT_TRAITS, transports_with
+from megavlm.config.transports import TRANSPORT_TRAITS, check_one_machine
 from megavlm.data.rows import Row, Rows, check_media, rejected_row
 from megavlm.environments.agent import GATEWAY
 from megavlm.environments.processes import make_environments
@@ -334,12 +334,8 @@ def check_handles(rollout: Rollout) -> None:
     from megavlm.parallel import platform  # late: torch takes seconds, few need it
 
     if platform.has_gpu():
-        raise ValueError(
-            f"rollout.urls holds {remote[0]} on another machine, but rollout.sync={rollout.sync} "
-            "hands servers handles of GPU memory that only processes on the machine of the "
-            "trainer's rank 0 can open: set rollout.sync to "
-            f"{transports_with(one_machine=False)}"
-        )
+        found = f"rollout.urls holds {remote[0]} on another machine"
+        check_one_machine(rollout.sync, found)
 
 
 def is_here(host: str) -> bool:

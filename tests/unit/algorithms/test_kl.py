@@ -84,8 +84,3 @@ def test_k3_stays_finite_for_tokens_that_the_policy_gave_up() -> None:
     assert (
         estimate.isfinite().all() and logprobs.grad is not None and logprobs.grad.isfinite().all()
     )
-
-
-def test_unknown_estimator_names_the_key_and_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"algorithm.kl_estimator='k4'.*k1, k2, k3, unbiased"):
-        kl.estimator("k4")

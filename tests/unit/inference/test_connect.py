@@ -114,7 +114,7 @@ def test_gpus(write_recipe: Any, keys: dict[str, Any], trainers: int, first: lis
             r"would take GPUs \[5, 6, 7, 8\] , but this machine has 8 and trains on 5",
         ),
         ({"tensor_parallel": 16}, 8, 8, "16 is more than the 8 GPUs of this machine, on which"),
-        ({"tensor_parallel": 16, "colocate": True}, 8, 8, "managed stay: lower it"),
+        ({"tensor_parallel": 16, "colocate": True}, 8, 8, "managed stays: lower it"),
         ({"gpus": [8]}, 8, 4, r"would take GPUs \[8\]"),
         ({"gpus": [0]}, 0, 2, r"would take GPUs \[0\], but this machine has 0 and"),
         ({"gpus": [3]}, 8, 4, r"rollout\.gpus=\[3\] names GPUs of the 4 trainer ranks"),

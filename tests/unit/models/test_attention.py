@@ -250,19 +250,15 @@ def test_a_gpu_kernel_is_refused_on_a_cpu(name: str) -> None:
         choose_backend(name, torch.bfloat16)
 
 
-def test_sdpa_runs_anywhere_and_unknown_names_nowhere() -> None:
+def test_sdpa_runs_anywhere() -> None:
     assert choose_backend("sdpa", torch.float32) is BACKENDS["sdpa"]
-    with pytest.raises(
-        ValueError, match="'fast' is unknown; use one of sdpa, flash, transformer_engine, flex"
-    ):
-        choose_backend("fast", torch.float32)
 
 
 def test_choice_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "has_gpu", lambda: True)
     assert choose_backend("flash", torch.bfloat16) is BACKENDS["flash"]
     assert choose_backend("flex", torch.float32) is BACKENDS["flex"]
-    with pytest.raises(ValueError, match="flash does not compute in float32; use sdpa or flex"):
+    with pytest.raises(ValueError, match=r"model\.attention=flash does not compute in"):
         choose_backend("flash", torch.float32)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="transformer_engine is not installed"):
