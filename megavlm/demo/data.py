@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megavlm.config.data import Data
-from megavlm.data.chat.messages import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from megavlm.data.chat.messages import IMAGE_PLACEHOLDER, without_placeholders
 from megavlm.data.rows import Rows
 from megavlm.demo.shapes import ROW_SCHEMA, write_dataset
 
@@ -40,7 +40,7 @@ class DemoData:
     def texts(self) -> Iterator[str]:
         for row in self.rows().texts():
             for text in [message.text for message in row.messages] or [row.problem]:
-                yield text.replace(IMAGE_PLACEHOLDER, "").replace(VIDEO_PLACEHOLDER, "")
+                yield without_placeholders(text)
             yield row.answer
 
 

@@ -1,16 +1,13 @@
 """Blind baselines: answers guessed from training rows by their text, and exchanged images."""
 
-import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megavlm.data.chat.messages import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message
+from megavlm.data.chat.messages import Message, without_placeholders
 from megavlm.data.rows import Row
-
-_MARKS = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ def _question(row: Row) -> Hashable:
     marks come first.
     """
     messages = row.messages or (Message("user", row.problem),)
-    return tuple((message.role, _MARKS.sub("", message.text).strip()) for message in messages)
+    return tuple((message.role, without_placeholders(message.text).strip()) for message in messages)
 
 
 def answers_by_category(rows: Sequence[Row]) -> dict[str, set[str]]:

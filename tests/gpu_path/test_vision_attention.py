@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from megavlm.data.media.videos import Grid
+from megavlm.data.media.image_processing import Grid
 from megavlm.models.common.vision_layers import Segments, attend
 from megavlm.models.qwen2_5_vl.vision import window_lengths
 from megavlm.parallel import platform

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megavlm.data.media.videos import Grid
+from megavlm.data.media.image_processing import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.qwen2_5_vl.vision import VisionTower as Qwen2_5_VLTower
 from megavlm.models.qwen2_vl.vision import VisionTower as Qwen2VLTower

@@ -295,6 +295,10 @@ def _listed(value: object) -> Sequence[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def without_placeholders(text: str) -> str:
+    return text.replace(IMAGE_PLACEHOLDER, "").replace(VIDEO_PLACEHOLDER, "")
+
+
 def _from_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)

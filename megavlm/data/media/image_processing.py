@@ -20,6 +20,8 @@ from torch import Tensor
 
 from megavlm.data.media.image_decoding import decode, image_size
 
+Grid = tuple[int, int, int]  # (t, h, w) in patches
+
 CPU = torch.device("cpu")
 _URL = b'"data:image/x-portable-pixmap;base64,'  # with the opening quote of a JSON string
 

@@ -13,15 +13,13 @@ from torch import Tensor
 
 from megavlm.config.data import Data
 from megavlm.data.media.image_decoding import decode, image_size
-from megavlm.data.media.image_processing import ImageCache, PatchFormat, ProcessedImage
+from megavlm.data.media.image_processing import Grid, ImageCache, PatchFormat, ProcessedImage
 from megavlm.data.media.video_decoding import VideoHeader, decode_frames, read_header
 from megavlm.data.media.video_sources import AnyVideo, Video, VideoFile
 
 # Limit for the frames of a video together: 400 MB as RGB, or 768 frames of 448 x 336.
 MAX_VIDEO_PIXELS = 2**27
 MIN_FRAMES = 4  # of a file that has so many, as in qwen-vl-utils
-
-Grid = tuple[int, int, int]  # (t, h, w) in patches
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,8 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megavlm.data.media.image_processing import ProcessedImage
-from megavlm.data.media.videos import Grid
+from megavlm.data.media.image_processing import Grid, ProcessedImage
 from megavlm.data.packs.packing import Pack
 from megavlm.data.packs.routes import Routes
 from megavlm.models.common.config import LanguageConfig

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megavlm.data.media.videos import Grid
+from megavlm.data.media.image_processing import Grid
 from megavlm.models.common.attention_backends import varlen_attention
 from megavlm.models.common.pack_layout import cumulative_bounds
 from megavlm.parallel import platform

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.data.media.image_processing import ProcessedImage
-from megavlm.data.media.videos import Grid
+from megavlm.data.media.image_processing import Grid, ProcessedImage
 from megavlm.models.common.tower import Tower
 
 

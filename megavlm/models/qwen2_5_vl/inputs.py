@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from megavlm.config.data import Data
-from megavlm.data.media.image_processing import ImageCache
-from megavlm.data.media.videos import Grid, ProcessedVideo
+from megavlm.data.media.image_processing import Grid, ImageCache
+from megavlm.data.media.videos import ProcessedVideo
 from megavlm.data.packs.positions import Span
 from megavlm.models.common.qwen_inputs import (
     MultimodalPositions,

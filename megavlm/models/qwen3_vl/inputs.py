@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megavlm.config.data import Data
-from megavlm.data.media.image_processing import ImageCache
-from megavlm.data.media.videos import Grid, ProcessedVideo
+from megavlm.data.media.image_processing import Grid, ImageCache
+from megavlm.data.media.videos import ProcessedVideo
 from megavlm.data.packs.positions import Span
 from megavlm.models.common.qwen_inputs import (
     MultimodalPositions,

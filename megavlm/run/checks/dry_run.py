@@ -15,7 +15,7 @@ from megavlm.checkpointing.folder import EXTRA_STATE, experts_form, locate_step
 from megavlm.config.algorithm import DPO, SFT
 from megavlm.config.dump import to_yaml
 from megavlm.config.schema import Config
-from megavlm.data.chat.messages import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from megavlm.data.chat.messages import without_placeholders
 from megavlm.data.loader import check_state
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Rows
@@ -187,8 +187,7 @@ def check_prompts(key: str, rows: Rows, processor: Processor, config: Config) ->
     for index in indices:
         try:
             row = _read(rows, index, found)
-            text = row.problem.replace(IMAGE_PLACEHOLDER, "").replace(VIDEO_PLACEHOLDER, "")
-            if not text.strip():
+            if not without_placeholders(row.problem).strip():
                 found.empty.append(row.source)
             length = None if row.num_unfetched else processor.num_tokens(row)
             if is_learnt and length is not None:

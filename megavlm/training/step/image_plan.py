@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megavlm.data.media.videos import Grid
+from megavlm.data.media.image_processing import Grid
 
 
 @dataclass(frozen=True, kw_only=True)

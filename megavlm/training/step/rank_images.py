@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megavlm.config.schema import Config
-from megavlm.data.media.image_processing import PatchFormat, ProcessedImage
-from megavlm.data.media.videos import Grid
+from megavlm.data.media.image_processing import Grid, PatchFormat, ProcessedImage
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
 from megavlm.families import family_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megavlm.data.media.videos import Grid
+from megavlm.data.media.image_processing import Grid
 from megavlm.models.common.vision_layers import rotary_angles, rotate
 from tests.support.releases import RELEASES, released_config
 from tests.support.towers import (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megavlm.data.media.videos import Grid
+from megavlm.data.media.image_processing import Grid
 from megavlm.models.common.vision_layers import (
     Segments,
     inverse_order,

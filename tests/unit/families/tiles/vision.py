@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megavlm.data.media.videos import Grid
+from megavlm.data.media.image_processing import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_layers import Segments, attend, merge_order
 
