@@ -111,7 +111,7 @@ def test_gpus(write_recipe: Any, keys: dict[str, Any], trainers: int, first: lis
             {"tensor_parallel": 4},
             8,
             5,
-            r"would take GPUs \[5, 6, 7, 8\] , but this machine has 8 and trains on 5",
+            r"would take GPUs \[5, 6, 7, 8\], but this machine has 8 and trains on 5",
         ),
         ({"tensor_parallel": 16}, 8, 8, "16 is more than the 8 GPUs of this machine, on which"),
         ({"tensor_parallel": 16, "colocate": True}, 8, 8, "managed stays: lower it"),

@@ -101,4 +101,4 @@ def test_linear_attention_that_its_kernel_refuses_to_train(
 def test_an_optimizer_without_transformer_engine(write_recipe: WriteRecipe) -> None:
     keys = ("model.dtype=bfloat16", "optimizer.megatron.use_precision_aware_optimizer=true")
     text = refused(write_recipe(), *keys)
-    assert text.startswith(f"{keys[1]} needs Transformer Engine's optimizer, which is not")
+    assert text.startswith(f"{keys[1]} needs Transformer Engine's optimizer, but it is not")
