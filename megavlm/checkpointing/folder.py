@@ -10,6 +10,7 @@
         manifest.json      step, contents, scores, and size and checksum of every other file
         .metadata, metadata.json, common.pt, *.distcp    megatron-core dist_checkpointing
         extra.json         state of the trainer: loader, curriculum
+        extra_1.bin        bytes in it, here groups that were started
         lora.json          rank, alpha and base model of the adapters, if there are any
         random_00000.pt    random states of rank 0
 
@@ -27,7 +28,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -308,3 +309,30 @@ def copy_hf_files(source: Path, target: Path) -> None:
                 )
             if path.is_file():
                 shutil.copyfile(path, target / path.name)
+
+
+def write_extra(path: Path, extra: Mapping[str, Any]) -> list[str]:
+    """Write the state of a trainer to a step. Bytes in it become files of their own. Returns the
+    names of all files.
+    """
+    names = [EXTRA_STATE]
+
+    def to_file(content: bytes) -> dict[str, str]:
+        names.append(f"extra_{len(names)}.bin")
+        (path / names[-1]).write_bytes(content)
+        return {"file": names[-1]}
+
+    (path / EXTRA_STATE).write_text(json.dumps(extra, default=to_file))
+    return names
+
+
+def read_extra(path: Path) -> dict[str, Any]:
+    """Return the state of `write_extra`, with the path of a file in place of its bytes, which one
+    rank needs; {} for a step without it.
+    """
+
+    def of_file(values: dict[str, Any]) -> Any:
+        return path / values["file"] if values.keys() == {"file"} else values
+
+    file = path / EXTRA_STATE
+    return json.loads(file.read_text(), object_hook=of_file) if file.is_file() else {}

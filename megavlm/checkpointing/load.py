@@ -1,6 +1,5 @@
 """Loads a step into a model of any layout: the whole training state, or only the weights."""
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,11 +22,11 @@ from megavlm.checkpointing.adapter_settings import adapter_keys
 from megavlm.checkpointing.all_ranks import run_on_all_ranks
 from megavlm.checkpointing.checksums import first_difference
 from megavlm.checkpointing.folder import (
-    EXTRA_STATE,
     Manifest,
     check_family,
     check_hf_files,
     locate_step,
+    read_extra,
 )
 from megavlm.checkpointing.random_states import random_states_file, restore_random_states
 from megavlm.checkpointing.reader import StepReader, read_values
@@ -47,7 +46,8 @@ def load_checkpoint(
     scheduler: OptimizerParamScheduler | None = None,
     model_type: str | None = None,
 ) -> dict[str, Any]:
-    """Load a step in place and return its `extra`, the saved state of the trainer. Collective.
+    """Load a step in place and return its `extra`, the saved state of the trainer, with the
+    path of a file in place of bytes. Collective.
 
     step: None loads the latest step.
     optimizer: None loads only the weights, in the model's dtype, and also accepts an imported
@@ -144,8 +144,7 @@ def load_checkpoint(
             )
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])  # this sets learning rates in the optimizer
-    extra = path / EXTRA_STATE
-    return json.loads(extra.read_text()) if extra.is_file() else {}
+    return read_extra(path)
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:

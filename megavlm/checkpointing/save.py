@@ -1,6 +1,5 @@
 """Saves a training step: all ranks write it, and rank 0 publishes it."""
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,12 +16,12 @@ from megavlm.checkpointing.adapter_settings import AdapterSettings
 from megavlm.checkpointing.all_ranks import CheckpointError, run_on_all_ranks
 from megavlm.checkpointing.checksums import Sums, file_checksums
 from megavlm.checkpointing.folder import (
-    EXTRA_STATE,
     HF_FILES,
     LORA_SETTINGS,
     Manifest,
     publish,
     step_folder,
+    write_extra,
     write_hf_files,
 )
 from megavlm.checkpointing.random_states import random_states_file, write_random_states
@@ -137,8 +136,7 @@ def begin_save(
         names = [file.name]
         if rank == 0:
             names.append(snapshot.write_common())
-            (path / EXTRA_STATE).write_text(json.dumps(extra))
-            names.append(EXTRA_STATE)
+            names += write_extra(path, extra)
             if target.adapters is not None:
                 target.adapters.write(path)
                 names.append(LORA_SETTINGS)
@@ -165,7 +163,7 @@ def save_checkpoint(
     """Write everything that training needs to resume from `step`. Collective.
 
     state: This rank's part of model, optimizer and scheduler.
-    extra: State of the trainer as values for JSON; rank 0's is written.
+    extra: State of the trainer as values for JSON and bytes; rank 0's is written.
     scores: Maps metrics to values, for `target.retention`; rank 0's are written.
 
     Raises CheckpointError on every rank if a rank cannot write. In this case no partial step is

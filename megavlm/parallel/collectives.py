@@ -1,7 +1,5 @@
-"""Collectives for arrays, Python objects and measures over the groups of a mesh."""
+"""Collectives for bytes, Python objects and measures over the groups of a mesh."""
 
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,12 +12,9 @@ if TYPE_CHECKING:  # megatron-core, which processes without a model do not impor
     from megavlm.parallel.mesh import Mesh
 
 T = TypeVar("T")
-Arrays = Mapping[str, torch.Tensor]  # in host memory
-
-ALIGNMENT = 16  # arrays start at multiples of this many bytes, which suits every dtype
 
 
-def scatter(parts: Sequence[Arrays] | None, mesh: "Mesh") -> Arrays:
+def scatter(parts: Sequence[bytes] | None, mesh: "Mesh") -> bytes:
     """Send each data-parallel rank's part to all ranks that share this data rank. Collective.
 
     parts: One part per data rank on the driver, None on other ranks.
@@ -34,103 +29,60 @@ def scatter(parts: Sequence[Arrays] | None, mesh: "Mesh") -> Arrays:
     place = members.index(mesh.rank)
     sent = []
     if parts is not None:
+        part = parts[0]
         for data_rank in range(1, mesh.data_size):
             to = mesh.data_ranks.index(data_rank)  # the first rank of that data rank
-            sent.append(_Sent(_pack(parts[data_rank]), to, mesh.objects))
-        packed = _pack(parts[0])
+            sent.append(_Sent(parts[data_rank], to, mesh.objects))
     else:
-        packed = _receive(members[(place - 1) // 2] if place else 0, mesh.objects)
+        part = receive(members[(place - 1) // 2] if place else 0, mesh.objects)
     for child in members[2 * place + 1 : 2 * place + 3]:
-        sent.append(_Sent(packed, child, mesh.objects))
+        sent.append(_Sent(part, child, mesh.objects))
     # Nothing deadlocks: a rank only receives from its parent, and every rank starts all its sends
     # before it waits for any.
     for one in sent:
         one.wait()
-    return _unpack(packed)
+    return part
 
 
-def send_each(parts: Mapping[int, Arrays], mesh: "Mesh") -> None:
+def send_each(parts: Mapping[int, bytes], mesh: "Mesh") -> None:
     """Send parts to some ranks. Called on the driver only; each of these ranks calls
     `receive_from_driver`.
     """
-    for one in [_Sent(_pack(part), rank, mesh.objects) for rank, part in parts.items()]:
+    for one in [_Sent(part, rank, mesh.objects) for rank, part in parts.items()]:
         one.wait()
 
 
-def receive_from_driver(mesh: "Mesh") -> Arrays:
+def receive_from_driver(mesh: "Mesh") -> bytes:
     """Receive the part that the driver sends to this rank by `send_each`."""
-    return _unpack(_receive(0, mesh.objects))
+    return receive(0, mesh.objects)
 
 
-def send_json(value: Any, rank: int, group: dist.ProcessGroup) -> None:
-    """Send plain values to a rank, which calls `receive_json`."""
-    _Sent(json_array(value), rank, group).wait()
+def send(data: bytes, rank: int, group: dist.ProcessGroup) -> None:
+    """Send bytes to a rank, which calls `receive`."""
+    _Sent(data, rank, group).wait()
 
 
-def receive_json(rank: int, group: dist.ProcessGroup) -> Any:
-    """Receive plain values that a rank sends by `send_json`."""
-    return read_json(_receive(rank, group))
-
-
-def json_array(value: Any) -> torch.Tensor:
-    """Encode plain values as JSON in an array of bytes."""
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def read_json(array: torch.Tensor) -> Any:
-    """Decode an array that `json_array` returned."""
-    return json.loads(array.numpy().tobytes())
-
-
-def _pack(arrays: Arrays) -> torch.Tensor:
-    """Serialize arrays: first their names, types and shapes as JSON, then their contents."""
-    head, place = [], 0
-    for name, array in arrays.items():
-        head.append((name, str(array.dtype).removeprefix("torch."), list(array.shape), place))
-        place += array.nbytes + -array.nbytes % ALIGNMENT
-    text = json_array(head)
-    start = ALIGNMENT + len(text) + -len(text) % ALIGNMENT
-    packed = torch.empty(start + place, dtype=torch.uint8)
-    packed[:8].view(torch.int64)[0] = len(text)
-    packed[ALIGNMENT : ALIGNMENT + len(text)] = text
-    for (*_, at), array in zip(head, arrays.values(), strict=True):
-        flat = array.contiguous().view(-1).view(torch.uint8)
-        packed[start + at : start + at + len(flat)] = flat
-    return packed
-
-
-def _unpack(packed: torch.Tensor) -> Arrays:
-    """Deserialize arrays. They share the memory of `packed`."""
-    length = int(packed[:8].view(torch.int64))
-    start = ALIGNMENT + length + -length % ALIGNMENT
-    head = read_json(packed[ALIGNMENT : ALIGNMENT + length])
-    arrays = {}
-    for name, dtype, shape, at in head:
-        kind: torch.dtype = getattr(torch, dtype)
-        end = start + at + math.prod(shape) * kind.itemsize
-        arrays[name] = packed[start + at : end].view(kind).view(shape)
-    return arrays
+def receive(rank: int, group: dist.ProcessGroup) -> bytes:
+    """Receive bytes that a rank sends by `send`."""
+    size = torch.empty(1, dtype=torch.int64)
+    dist.recv(size, rank, group)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(data, rank, group)
+    return data.numpy().tobytes()
 
 
 class _Sent:
     """An asynchronous send of bytes to a rank: first their number, then the bytes."""
 
-    def __init__(self, packed: torch.Tensor, rank: int, group: dist.ProcessGroup) -> None:
-        self._tensors = torch.tensor([len(packed)]), packed  # kept until they are sent
+    def __init__(self, data: bytes, rank: int, group: dist.ProcessGroup) -> None:
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._tensors = torch.tensor([len(data)]), content  # kept until they are sent
         self._works = [dist.isend(tensor, rank, group) for tensor in self._tensors]
 
     def wait(self) -> None:
         for work in self._works:
             assert work is not None, "the group has all ranks"
             work.wait()
-
-
-def _receive(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-    size = torch.empty(1, dtype=torch.int64)
-    dist.recv(size, rank, group)
-    packed = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(packed, rank, group)
-    return packed
 
 
 def broadcast_object(value: T | None, mesh: "Mesh") -> T:

@@ -13,7 +13,7 @@ from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.schema import Config
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.protocol import Response
-from megavlm.rollout.backlog import group_state, restored_group
+from megavlm.rollout.backlog import backlog_state, restored_groups
 from megavlm.rollout.buffer import GroupBuffer, Started, Wave, Window
 from megavlm.rollout.groups import has_signal
 from megavlm.rollout.sampler import Sampler, at_version
@@ -137,16 +137,13 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as GroupSource does."""
-        backlog = [group_state(group, group.responses) for group in self._buffer.state()]
-        return {**self._stream.state_dict(), "backlog": backlog}
+        return {**self._stream.state_dict(), "backlog": backlog_state(self._buffer.state())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a source's state. Raises ValueError if it was taken with other data."""
         self._stream.load_state_dict(state)
         rows, prompt = self._sampler.rows, self._sampler.processor.prompt
-        self._buffer.load(
-            [restored_group(values, lambda i: prompt(rows[i])) for values in state["backlog"]]
-        )
+        self._buffer.load(restored_groups(state["backlog"], lambda index: prompt(rows[index])))
 
     async def end(self) -> None:
         """End all work and the workers of the data."""

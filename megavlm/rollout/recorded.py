@@ -11,7 +11,7 @@ row's images and videos, and -1, -2, ... those that the environment made, with t
 `pixels.0`, `pixels.1`, ..., and the pictures of images in tiles in `picture.0`, `picture.1`, ...
 """
 
-import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
 from torch import Tensor
 
+from megavlm.arrays import Arrays, from_bytes, to_bytes
 from megavlm.data.media.image_processing import PatchFormat, ProcessedImage
 from megavlm.data.media.videos import ProcessedVideo
 from megavlm.data.processor import Processor, Prompt
@@ -60,10 +60,10 @@ class RecordedRollouts:
 
     def save(self, step: int, groups: Sequence[Group]) -> None:
         """Write a step's played groups. An earlier file of the step is replaced."""
-        arrays = _Writer()
-        records = [arrays.group(group) for group in groups]
-        header = {"groups": json.dumps(records), "formats": json.dumps(arrays.formats)}
-        write_whole(self.path(step), save(arrays.tensors(), header))
+        written = _Writer()
+        records = [written.group(group) for group in groups]
+        values = {"groups": records, "formats": written.formats}
+        write_whole(self.path(step), to_bytes(written.arrays() | written.pixels(), values))
 
     def load(self, step: int, rows: Rows, processor: Processor) -> list[Group]:
         """Return a step's groups. Raises ValueError if the step is missing or incomplete, or if the
@@ -71,25 +71,75 @@ class RecordedRollouts:
         """
         path = self.path(step)
         try:
-            with safe_open(path, "pt") as file:
-                header = file.metadata()
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
+            arrays, values = from_bytes(path.read_bytes())
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"rollout.replay: {path} is not a step that run.record_rollouts wrote ({error}): "
                 "give the folder of a run that recorded this step"
             ) from error
-        reader = _Reader(tensors, json.loads(header["formats"]), rows, processor)
-        return [reader.group(record) for record in json.loads(header["groups"])]
+        reader = _Reader(arrays, values["formats"], rows, processor)
+        return [reader.group(record) for record in values["groups"]]
 
 
-class _Writer:
+class ResponseWriter:
+    """Collects the tokens, log-probs and routes of responses, in order."""
+
+    def __init__(self) -> None:
+        self._ids: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)]
+        self._logprobs: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)]
+        self._routes: list[npt.NDArray[Any]] = []
+
+    def arrays(self) -> dict[str, Tensor]:
+        found = {"token_ids": self._ids, "logprobs": self._logprobs, "routes": self._routes}
+        return {name: torch.from_numpy(np.concatenate(x)) for name, x in found.items() if x}
+
+    def response(self, response: Response) -> dict[str, Any]:
+        """Add a response. Returns the number of its tokens, and what is not an array."""
+        self._logprobs.append(response.logprobs)
+        record: dict[str, Any] = {
+            "tokens": self._add(response.token_ids),
+            "finish": response.finish,
+            "weight_version": response.weight_version,
+            "spans": [[span.version, span.start, span.end] for span in response.spans],
+        }
+        if response.routes is not None:
+            self._routes.append(response.routes)
+            record["routes"] = len(response.routes)
+        return record
+
+    def _add(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> int:
+        self._ids.append(np.asarray(ids, np.int32))
+        return len(ids)
+
+
+class ResponseReader:
+    """Reads the responses of a ResponseWriter, in the same order."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays = {name: array.numpy() for name, array in arrays.items()}
+        self._taken = Counter[str]()
+
+    def response(self, record: Mapping[str, Any]) -> Response:
+        return Response(
+            self._take("token_ids", record["tokens"]),
+            self._take("logprobs", record["tokens"]),
+            record["finish"],
+            record["weight_version"],
+            tuple(VersionSpan(*span) for span in record["spans"]),
+            self._take("routes", record["routes"]) if "routes" in record else None,
+        )
+
+    def _take(self, name: str, count: int) -> npt.NDArray[Any]:
+        start = self._taken[name]
+        self._taken[name] += count
+        return self._arrays[name][start : start + count]
+
+
+class _Writer(ResponseWriter):
     """Collects the tokens, log-probs and pixels of groups, in order."""
 
     def __init__(self) -> None:
-        self._ids: list[npt.NDArray[np.int32]] = []
-        self._logprobs: list[npt.NDArray[np.float32]] = []
-        self._routes: list[npt.NDArray[Any]] = []
+        super().__init__()
         self._own: dict[str, ProcessedImage] = {}  # images from environments, by key
 
     @property
@@ -97,20 +147,10 @@ class _Writer:
         """Key and patch format of each image that an environment made, and the times of a video."""
         return [[image.key, asdict(image.format), *_times(image)] for image in self._own.values()]
 
-    def tensors(self) -> dict[str, Tensor]:
+    def pixels(self) -> dict[str, Tensor]:
         images = list(enumerate(self._own.values()))
         pixels = {f"pixels.{i}": image.content for i, image in images}
-        pixels |= {f"picture.{i}": x.picture for i, x in images if x.picture is not None}
-        ids, logprobs = np.concatenate(self._ids), np.concatenate(self._logprobs)
-        routes = {}
-        if self._routes:
-            routes = {"routes": torch.from_numpy(np.concatenate(self._routes))}
-        return {
-            "token_ids": torch.from_numpy(ids),
-            "logprobs": torch.from_numpy(logprobs),
-            **routes,
-            **pixels,
-        }
+        return pixels | {f"picture.{i}": x.picture for i, x in images if x.picture is not None}
 
     def group(self, group: Group) -> dict[str, Any]:
         prompt, start = group.prompt, group.start
@@ -132,17 +172,7 @@ class _Writer:
         for number, (prompt, response) in enumerate(
             zip(episode.prompts, episode.responses, strict=True)
         ):
-            turn: dict[str, Any] = {
-                "tokens": self._add(response.token_ids),
-                "finish": response.finish,
-                "weight_version": response.weight_version,
-                "spans": [[span.version, span.start, span.end] for span in response.spans],
-                "reward": episode.rewards[number],
-            }
-            self._logprobs.append(response.logprobs)
-            if response.routes is not None:
-                self._routes.append(response.routes)
-                turn["routes"] = len(response.routes)
+            turn = self.response(response) | {"reward": episode.rewards[number]}
             for following in episode.prompts[number + 1 : number + 2]:
                 if _extends(following, prompt, response):
                     before = len(prompt.short_ids) + len(response.token_ids)
@@ -175,29 +205,23 @@ class _Writer:
         self._own.setdefault(key, image)
         return -1 - list(self._own).index(key)
 
-    def _add(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> int:
-        self._ids.append(np.asarray(ids, np.int32))
-        return len(ids)
 
-
-class _Reader:
+class _Reader(ResponseReader):
     """Reads the groups of a _Writer, in the same order."""
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor],
+        arrays: Arrays,
         formats: Iterable[Sequence[Any]],
         rows: Rows,
         processor: Processor,
     ) -> None:
-        self._ids, self._logprobs = tensors["token_ids"].numpy(), tensors["logprobs"].numpy()
-        self._routes = tensors["routes"].numpy() if "routes" in tensors else None
-        self._next_id = self._next_logprob = self._next_route = 0
-        self._own = [_image(tensors, number, *values) for number, values in enumerate(formats)]
+        super().__init__(arrays)
+        self._own = [_image(arrays, number, *values) for number, values in enumerate(formats)]
         self._rows, self._processor = rows, processor
 
     def group(self, record: Mapping[str, Any]) -> Group:
-        index, ids = record["row"], tuple(self._take_ids(record["tokens"]).tolist())
+        index, ids = record["row"], tuple(self._take("token_ids", record["tokens"]).tolist())
         prompt = self._processor.prompt(self._rows[index]) if index < len(self._rows) else None
         if prompt is None or prompt.short_ids != ids or _keys(prompt) != record["images"]:
             raise ValueError(
@@ -219,15 +243,7 @@ class _Reader:
         score = Score(**record["score"])
         for turn in record["turns"]:
             assert prompt is not None
-            response = Response(
-                self._take_ids(turn["tokens"]),
-                self._take_logprobs(turn["tokens"]),
-                turn["finish"],
-                turn["weight_version"],
-                tuple(VersionSpan(*span) for span in turn["spans"]),
-                self._take_routes(turn["routes"]) if "routes" in turn else None,
-            )
-            following = None
+            response, following = self.response(turn), None
             if "next" in turn:
                 before = (*prompt.short_ids, *response.token_ids.tolist()), prompt.images
                 if "is_whole" in turn["next"]:
@@ -251,21 +267,8 @@ class _Reader:
         if "message" in shown:
             row = replace(row, problem=shown["message"])
         added = [base.images[n] if n >= 0 else self._own[-1 - n] for n in shown["images"]]
-        tokens = self._take_ids(shown["tokens"]).tolist()
+        tokens = self._take("token_ids", shown["tokens"]).tolist()
         return self._processor.with_images(row, [*ids, *tokens], [*images, *added])
-
-    def _take_ids(self, count: int) -> npt.NDArray[np.int32]:
-        start, self._next_id = self._next_id, self._next_id + count
-        return self._ids[start : self._next_id]
-
-    def _take_logprobs(self, count: int) -> npt.NDArray[np.float32]:
-        start, self._next_logprob = self._next_logprob, self._next_logprob + count
-        return self._logprobs[start : self._next_logprob]
-
-    def _take_routes(self, count: int) -> npt.NDArray[Any]:
-        assert self._routes is not None
-        start, self._next_route = self._next_route, self._next_route + count
-        return self._routes[start : self._next_route]
 
 
 def _are_equal(prompt: Prompt, other: Prompt) -> bool:
@@ -294,14 +297,14 @@ def _times(image: ProcessedImage) -> list[list[float]]:
 
 
 def _image(
-    tensors: Mapping[str, Tensor],
+    arrays: Arrays,
     number: int,
     key: str,
     how: Mapping[str, Any],
     times: Sequence[float] = (),
 ) -> ProcessedImage:
-    pixels, format_ = tensors[f"pixels.{number}"], PatchFormat.from_values(how)
+    pixels, format_ = arrays[f"pixels.{number}"], PatchFormat.from_values(how)
     if times:
         step, *shown = times
         return ProcessedVideo(key, pixels, format_, times=tuple(shown), seconds_per_grid=step)
-    return ProcessedImage(key, pixels, format_, picture=tensors.get(f"picture.{number}"))
+    return ProcessedImage(key, pixels, format_, picture=arrays.get(f"picture.{number}"))

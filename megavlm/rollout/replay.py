@@ -5,6 +5,7 @@ from typing import Any
 
 from megavlm.config.algorithm import PolicyOptimization, replays_routing
 from megavlm.observability.phases import Phases
+from megavlm.rollout.backlog import backlog_state
 from megavlm.rollout.buffer import Wave
 from megavlm.rollout.recorded import RecordedRollouts
 from megavlm.rollout.sampler import Refit, Sampler
@@ -19,7 +20,7 @@ class ReplaySource:
     def __init__(self, sampler: Sampler, folder: str, phases: Phases) -> None:
         self._sampler, self._folder, self._phases = sampler, folder, phases
         self._stream = sampler.prompt_stream()
-        self._backlog: list[Any] = []
+        self._backlog = backlog_state([])
         self.measures: dict[str, float] = {}
 
     def waves(
@@ -55,7 +56,7 @@ class ReplaySource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._stream.load_state_dict(state)
-        self._backlog = list(state["backlog"])
+        self._backlog = state["backlog"]
 
     def close(self) -> None:
         self._stream.close()

@@ -1,6 +1,7 @@
 """The driver, rank 0's part of a run: the plan of each step, evaluation and records."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megavlm.config.schema import Config
@@ -43,7 +44,8 @@ class Driver:
         """Open the records at `step`, and restore `state`, the `state_dict` of a checkpoint."""
         if state is not None:
             self.curriculum.load_state_dict(state["curriculum"])
-            self.experience.load_state_dict(state)
+            files = {key: x.read_bytes() for key, x in state.items() if isinstance(x, Path)}
+            self.experience.load_state_dict({**state, **files})
         self.recorder = Recorder(self.config, self._progress, step)
 
     def state_dict(self) -> dict[str, Any]:

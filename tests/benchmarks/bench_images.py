@@ -9,7 +9,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -19,18 +19,17 @@ from PIL import Image
 from torch import Tensor
 
 from megavlm.data.loader import PackedBatch, holding
-from megavlm.data.packs.packing import prompt_tree
+from megavlm.data.packs.packing import make_pack, prompt_tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family_of
 from megavlm.inference.protocol import IN_BODY, Sampling, generate_body
 from megavlm.inference.requests import _chunks, _in_files
-from megavlm.parallel.collectives import _pack
 from megavlm.parallel.shared_file import shared_file
 from megavlm.training.step.image_plan import plan_images
 from megavlm.training.step.pack_plan import Schedule
-from megavlm.training.step.rank_images import image_places, sources_to_arrays
+from megavlm.training.step.rank_images import image_places, sources_to_bytes
 from megavlm.training.step.step_plan import (
     Minibatches,
     PackShape,
@@ -168,7 +167,7 @@ def before_plan(
     """Pickle each rank's packs and patches, padded to the largest. Returns the bytes sent."""
     batches = []
     for minibatches in ranks:
-        packs = [[shape.pack(trees, None) for trees in packs] for packs in minibatches]
+        packs = [[make_pack(trees, **asdict(shape)) for trees in packs] for packs in minibatches]
         shown = {key: patches[key] for key in shown_images(minibatches)}
         batches.append((packs, shown))
     sizes = [len(pickle.dumps(batch)) for batch in batches for _ in range(slots)]
@@ -193,9 +192,9 @@ def after_plan(
         tower_trained=False,
         shape=shape,
     )
-    parts = [len(_pack(plan.part(data_rank))) for data_rank in range(len(ranks))]
+    parts = [len(plan.part(data_rank)) for data_rank in range(len(ranks))]
     payloads = [plan.sources_of(*divmod(rank, slots)) for rank in range(len(ranks) * slots)]
-    sent = sum(len(_pack(sources_to_arrays(sources))) for sources in payloads[1:])
+    sent = sum(len(sources_to_bytes(sources)) for sources in payloads[1:])
     # Its own part goes to two other ranks, which pass it on.
     return sent + sum(parts[1:]) + min(2, slots - 1) * parts[0]
 

@@ -12,7 +12,6 @@ import torch
 
 from megavlm.config.lora import LoRA
 from megavlm.config.optimizer import Optimizer
-from megavlm.data.packs.packing import empty_pack
 from megavlm.training import gradient_buffers
 from megavlm.training.losses import supervised_loss
 from tests.distributed.test_updates import SETTINGS, STEPS, start
@@ -21,6 +20,7 @@ from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS
 from tests.support.columns import columns
 from tests.support.fork import launch
 from tests.support.levels import slow
+from tests.support.trees import empty_pack
 from tests.unit.checkpointing.ranks import SmallBuckets
 
 pytestmark = pytest.mark.distributed

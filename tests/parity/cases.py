@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from torch import Tensor
 
-from megavlm.data.packs.packing import Pack, empty_pack, make_pack, prompt_tree
+from megavlm.data.packs.packing import Pack, make_pack, prompt_tree
 from megavlm.families import family
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
@@ -37,6 +37,7 @@ from tests.parity.table import OPTIONS, Case, Ranks
 from tests.support.cache import cached_value
 from tests.support.columns import columns
 from tests.support.fork import launch
+from tests.support.trees import empty_pack
 
 TREES_PER_PACK = 2
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from megavlm.data.media.image_processing import ProcessedImage
-from megavlm.data.packs.packing import Segment, Tree
+from megavlm.data.packs.packing import Pack, Segment, Tree, make_packs, trees_to_arrays
 from megavlm.data.packs.positions import text_positions
 from megavlm.data.packs.target_tokens import TargetColumns
 from tests.support.columns import columns
@@ -45,6 +45,12 @@ def tree(prompt: int, responses: Sequence[int], image: str) -> Tree:
         for number, length in enumerate(responses)
     ]
     return Tree((segment(prompt, 0, -1, images=(image,)), *children))
+
+
+def empty_pack(columns: TargetColumns | None = None, **shape: int) -> Pack:
+    """Return a pack of padding, whose columns have the fields of `columns`."""
+    (pack,) = make_packs(trees_to_arrays([], {}, columns), (), [0], vision_token_ids=(), **shape)
+    return pack
 
 
 def image(key: str, side: int = 4) -> ProcessedImage:

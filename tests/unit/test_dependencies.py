@@ -14,6 +14,7 @@ LEVELS = [
     {"__version__"},
     {
         "families",  # imports a family's modules when they are used
+        "arrays",
         "commands",
         "import_path",
         "process",

@@ -6,20 +6,24 @@ own segment continues (`Pack.ancestors`) and to the earlier tokens of its own se
 parallelism each rank holds a part of the tokens (`Pack.part`).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megavlm.data.packs.context_parallel import SegmentRun, run_tokens, split_segments
 from megavlm.data.packs.positions import text_positions
 from megavlm.data.packs.routes import Routes
-from megavlm.data.packs.target_tokens import TargetColumns, concatenate
+from megavlm.data.packs.target_tokens import TargetColumns
 
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt
+
+_COLUMN = "column."  # prefix of columns with one value per target token
+_SEGMENT_COLUMN = "segment_column."  # prefix of columns with one value per target segment
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +148,7 @@ class Pack:
     source_index: Tensor  # [n] int64: the held token whose hidden state predicts the target
     target_ids: Tensor  # [n] int64
     target_index: Tensor  # [n] int64: index of each held target among the pack's N
-    columns: TargetColumns | None  # [n]; None if no policy sampled the targets, or if N is 0
+    columns: TargetColumns | None  # [n]; None if no policy sampled the targets
     num_sequences: int  # above every sequence id of the columns, the same on all context ranks
 
     vision_index: Tensor  # [m] int64: held tokens that image features replace, ascending
@@ -308,64 +312,193 @@ def make_pack(
     multiple: int = 1,
     context_size: int = 1,
 ) -> Pack:
-    """Lay out trees in one row. A tree without targets pads it, so that each of context_size parts
-    has the same number of tokens, at least one and a multiple of `multiple`.
+    """Return the pack of trees, laid out as `make_packs` does."""
+    keys = list(dict.fromkeys(key for tree in trees for key in tree.images))
+    arrays = trees_to_arrays(trees, {key: number for number, key in enumerate(keys)})
+    shape = {"multiple": multiple, "context_size": context_size}
+    (pack,) = make_packs(arrays, keys, [len(trees)], vision_token_ids=vision_token_ids, **shape)
+    return pack
 
-    vision_token_ids: Ids of the image and the video token; the tower's features replace these
-        tokens in order.
+
+def trees_to_arrays(
+    trees: Sequence[Tree], numbers: Mapping[str, int], columns: TargetColumns | None = None
+) -> dict[str, Tensor]:
+    """Return trees as a few arrays, whose values are in the order of segments and tokens, with the
+    size of each segment and tree. numbers: Image key -> number by which the arrays refer to the
+    image. columns: Columns of any target, if these trees may have no targets.
+
+    Token ids and positions are stored in 32 bits; targets are text, of which the first position
+    tells the others. A column whose segments each share one value, as most do, is stored as one
+    value per segment.
+    """
+    segments = [segment for tree in trees for segment in tree.segments]
+    targets = [segment for segment in segments if segment.is_target]
+    others = [segment.positions.int() for segment in segments if not segment.is_target]
+    arrays = {
+        "token_ids": _joined([s.token_ids.int() for s in segments], torch.int32),
+        "positions": torch.cat([torch.empty(3, 0, dtype=torch.int32), *others], 1),
+        "first_positions": _joined([s.positions[0, :1].int() for s in targets], torch.int32),
+        "segment_sizes": torch.tensor([len(s.token_ids) for s in segments], dtype=torch.int32),
+        "parents": torch.tensor([s.parent for s in segments], dtype=torch.int32),
+        "is_target": torch.tensor([s.is_target for s in segments], dtype=torch.bool),
+        "num_segments": torch.tensor([len(tree.segments) for tree in trees], dtype=torch.int32),
+        "num_images": torch.tensor([len(s.images) for s in segments], dtype=torch.int32),
+        "images": torch.tensor([numbers[key] for s in segments for key in s.images]).int(),
+    }
+    known = [segment.routes for segment in segments if segment.routes is not None]
+    if known:
+        counts = [0 if s.routes is None else len(s.routes) for s in segments]
+        arrays["num_routes"] = torch.tensor(counts, dtype=torch.int32)
+        arrays["routes"] = torch.cat(known)
+    parts = [segment.columns for segment in targets if segment.columns is not None]
+    assert len(parts) in (0, len(targets)), "all targets have columns, or none has"
+    columns = parts[0] if parts else columns
+    if columns is None:
+        return arrays
+    fields = columns.present()
+    for segment, part in zip(targets, parts, strict=False):
+        assert len(part.rewards) == len(segment.token_ids), "one row per token"
+        assert part.present().keys() == fields.keys(), "all targets have the same columns"
+    for name, first in fields.items():
+        values = [getattr(part, name) for part in parts]
+        is_shared = all(x.stride() == (0,) or len(x) == 1 for x in values)
+        key = (_SEGMENT_COLUMN if is_shared else _COLUMN) + name
+        arrays[key] = _joined([x[:1] for x in values] if is_shared else values, first.dtype)
+    return arrays
+
+
+def make_packs(
+    arrays: Mapping[str, Tensor],
+    keys: Sequence[str],
+    counts: Iterable[int],
+    *,
+    vision_token_ids: Collection[int],
+    multiple: int = 1,
+    context_size: int = 1,
+) -> Iterator[Pack]:
+    """Lay out the trees of `trees_to_arrays` in rows: the first pack has the first `counts[0]`
+    trees, and so on. A tree without targets pads a pack, so that each of context_size parts has the
+    same number of tokens, at least one and a multiple of `multiple`.
+
+    keys: Image keys, by number. vision_token_ids: Ids of the image and the video token; the tower's
+    features replace these tokens in order.
 
     Targets and their columns are in the order of their segments and tokens. All targets have the
     same columns.
     """
-    num_tokens = sum(tree.num_tokens for tree in trees)
-    trees = [*trees, *_padding(num_tokens, multiple * context_size)]
-    segments = [segment for tree in trees for segment in tree.segments]
-    sizes = torch.tensor([len(segment.token_ids) for segment in segments])
-    starts = sizes.cumsum(0) - sizes
-    tree_sizes = torch.tensor([tree.num_tokens for tree in trees])
-    # Parents are numbered within each tree.
-    num_segments = torch.tensor([len(tree.segments) for tree in trees])
-    first_segment = (num_segments.cumsum(0) - num_segments).repeat_interleave(num_segments)
-    parents = torch.tensor([segment.parent for segment in segments])
-    parents = torch.where(parents < 0, parents, parents + first_segment)
-    is_target = torch.tensor([segment.is_target for segment in segments])
+    forest = _Forest(arrays, keys, frozenset(vision_token_ids))
+    first = 0
+    for count in counts:
+        pack = forest.pack(first, first + count, multiple * context_size)
+        yield replace(pack, context_size=context_size)
+        first += count
 
-    token_ids = torch.cat([segment.token_ids for segment in segments]).long()
-    everything = torch.arange(len(token_ids))
-    segment_ids = torch.arange(len(segments)).repeat_interleave(sizes)
-    segment_bounds = (*starts.tolist(), len(token_ids))
-    # A target is predicted by the token before it: a response's first token by its parent's last.
-    source = everything - 1
-    source[starts[is_target]] = (starts + sizes - 1)[parents[is_target]]
-    target = is_target[segment_ids]
-    # A vision token in a response is text: no image belongs to it.
-    vision = torch.isin(token_ids, torch.tensor(sorted(vision_token_ids))) & ~target
-    vision_index = vision.nonzero().flatten()
-    target_ids = token_ids[target]
-    columns = _columns([segment for segment in segments if segment.is_target])
-    return Pack(
-        token_ids=token_ids,
-        positions=torch.cat([segment.positions for segment in segments], dim=1),
-        token_index=everything,
-        gather_index=everything,
-        runs=split_segments(segment_bounds, 1)[0],
-        segment_ids=segment_ids,
-        ancestors=_ancestors(parents.tolist()),
-        parents=tuple(parents.tolist()),
-        segment_bounds=segment_bounds,
-        tree_bounds=(0, *tree_sizes.cumsum(0).tolist()),
-        source_index=source[target],
-        target_ids=target_ids,
-        target_index=torch.arange(len(target_ids)),
-        columns=columns,
-        num_sequences=1 if columns is None else int(columns.sequence_ids.max()) + 1,
-        vision_index=vision_index,
-        vision_runs=_runs(vision_index),
-        feature_index=torch.arange(len(vision_index)),
-        images=tuple(key for tree in trees for key in tree.images),
-        context_size=context_size,
-        routes=_routes(segments, segment_bounds),
-    )
+
+class _Forest:
+    """The trees of `trees_to_arrays`, with the values of each token."""
+
+    def __init__(
+        self, arrays: Mapping[str, Tensor], keys: Sequence[str], vision_token_ids: Collection[int]
+    ) -> None:
+        self._sizes, self._is_target = arrays["segment_sizes"].long(), arrays["is_target"]
+        self._parents, self._token_ids = arrays["parents"].long(), arrays["token_ids"].long()
+        self._images = [keys[number] for number in arrays["images"].tolist()]
+        # Segments before each tree, and what is before each segment; the last item is the total.
+        self._segments_before = _offsets(arrays["num_segments"])
+        self._tokens_before = _offsets(self._sizes)
+        self._targets_before = _offsets(self._sizes * self._is_target)
+        self._images_before = _offsets(arrays["num_images"])
+        starts, lengths = self._tokens_before[:-1], self._sizes[self._is_target]
+        self._target = self._is_target.repeat_interleave(self._sizes)
+        # A vision token in a response is text: no image belongs to it.
+        vision = torch.isin(self._token_ids, torch.tensor(sorted(vision_token_ids)))
+        self._vision = vision & ~self._target
+        self._positions = torch.empty(3, len(self._token_ids), dtype=torch.long)
+        self._positions[:, ~self._target] = arrays["positions"].long()
+        # The positions of a target count up from its first one.
+        ahead = arrays["first_positions"] - starts[self._is_target]
+        index = self._target.nonzero().flatten()
+        self._positions[:, self._target] = index + ahead.repeat_interleave(lengths)
+        columns = {
+            name.partition(".")[2]: x if name.startswith(_COLUMN) else x.repeat_interleave(lengths)
+            for name, x in arrays.items()
+            if name.startswith((_COLUMN, _SEGMENT_COLUMN))
+        }
+        self._columns = TargetColumns(**columns) if columns else None
+        self._routes = None
+        if "routes" in arrays:
+            counts, routes = arrays["num_routes"].long(), arrays["routes"]
+            ahead = starts - (counts.cumsum(0) - counts)
+            index = torch.arange(len(routes)) + ahead.repeat_interleave(counts)  # their tokens
+            experts = routes.new_zeros(len(self._target), *routes.shape[1:])
+            is_known = torch.zeros_like(self._target).index_fill_(0, index, True)
+            self._routes = Routes(experts.index_copy_(0, index, routes), is_known)
+
+    def pack(self, first: int, end: int, multiple: int) -> Pack:
+        """Return the pack of trees `first` to `end` - 1, padded to a multiple of tokens."""
+        segments = _between(self._segments_before, slice(first, end))
+        tokens = _between(self._tokens_before, segments)
+        num_tokens = tokens.stop - tokens.start
+        padding = -num_tokens % multiple if num_tokens else multiple
+        further = (0, 1 if padding else 0)  # the padding's segment
+        sizes = pad(self._sizes[segments], further, value=padding)
+        starts = sizes.cumsum(0) - sizes
+        # Parents are numbered within each tree.
+        trees = self._segments_before[first : end + 1]
+        before = (trees[:-1] - segments.start).repeat_interleave(trees.diff())
+        parents = self._parents[segments]
+        parents = pad(torch.where(parents < 0, -1, parents + before), further, value=-1)
+        is_target = pad(self._is_target[segments], further)
+
+        token_ids = pad(self._token_ids[tokens], (0, padding))
+        everything = torch.arange(len(token_ids))
+        segment_bounds = (*starts.tolist(), len(token_ids))
+        tree_bounds = (self._tokens_before[trees] - tokens.start).tolist()
+        # A target is predicted by the token before it: a response's first by its parent's last.
+        source = everything - 1
+        source[starts[is_target]] = (starts + sizes - 1)[parents[is_target]]
+        target = pad(self._target[tokens], (0, padding))
+        vision_index = self._vision[tokens].nonzero().flatten()
+        target_ids = token_ids[target]
+        columns = self._columns
+        if columns is not None:
+            columns = columns.select(_between(self._targets_before, segments))
+        has_ids = columns is not None and len(target_ids)
+        routes = None if self._routes is None else self._routes.select(tokens)
+        if routes is not None:
+            routes = routes.padded(padding) if routes.is_known.any() else None
+        return Pack(
+            token_ids=token_ids,
+            positions=torch.cat([self._positions[:, tokens], text_positions(padding, 0)], 1),
+            token_index=everything,
+            gather_index=everything,
+            runs=split_segments(segment_bounds, 1)[0],
+            segment_ids=torch.arange(len(sizes)).repeat_interleave(sizes),
+            ancestors=_ancestors(parents.tolist()),
+            parents=tuple(parents.tolist()),
+            segment_bounds=segment_bounds,
+            tree_bounds=(*tree_bounds, *[len(token_ids)][: further[1]]),
+            source_index=source[target],
+            target_ids=target_ids,
+            target_index=torch.arange(len(target_ids)),
+            columns=columns,
+            num_sequences=int(columns.sequence_ids.max()) + 1 if has_ids else 1,
+            vision_index=vision_index,
+            vision_runs=_runs(vision_index),
+            feature_index=torch.arange(len(vision_index)),
+            images=tuple(self._images[_between(self._images_before, segments)]),
+            routes=routes,
+        )
+
+
+def _offsets(sizes: Tensor) -> Tensor:
+    """Return the sums [N + 1] int64 of the sizes [N] before each item, and of all."""
+    return pad(sizes.long().cumsum(0), (1, 0))
+
+
+def _between(before: Tensor, items: slice) -> slice:
+    """Return the bounds of consecutive items. before: See `_offsets`."""
+    return slice(int(before[items.start]), int(before[items.stop]))
 
 
 def _runs(index: Tensor) -> tuple[tuple[int, int], ...]:
@@ -377,27 +510,9 @@ def _runs(index: Tensor) -> tuple[tuple[int, int], ...]:
     return tuple((int(run[0]), int(run[-1]) + 1) for run in runs if len(run))
 
 
-def empty_pack(
-    columns: TargetColumns | None = None, *, multiple: int = 1, context_size: int = 1
-) -> Pack:
-    """Return a pack of padding only, for a rank without work while other ranks have some. It has no
-    targets; its columns have the fields of `columns` with zero rows.
-    """
-    pack = make_pack([], vision_token_ids=(), multiple=multiple, context_size=context_size)
-    return replace(pack, columns=None if columns is None else columns.select(slice(0)))
-
-
 def join_targets(parts: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
     """Join per-target values [n] of a pack's parts, in the order of the pack's targets [N]."""
     return torch.cat([*values])[torch.cat([part.target_index for part in parts]).argsort()]
-
-
-def _padding(num_tokens: int, multiple: int) -> list[Tree]:
-    size = -num_tokens % multiple if num_tokens else multiple
-    if size == 0:
-        return []
-    tokens = torch.zeros(size, dtype=torch.long)
-    return [Tree((Segment(tokens, text_positions(size, 0), parent=-1, is_target=False),))]
 
 
 def _ancestors(parents: list[int]) -> Tensor:
@@ -408,25 +523,5 @@ def _ancestors(parents: list[int]) -> Tensor:
     return ancestors
 
 
-def _routes(segments: list[Segment], bounds: Sequence[int]) -> Routes | None:
-    known = [
-        (start, segment.routes)
-        for start, segment in zip(bounds, segments, strict=False)
-        if segment.routes is not None and len(segment.routes)
-    ]
-    if not known:
-        return None
-    experts = known[0][1].new_zeros(bounds[-1], *known[0][1].shape[1:])
-    is_known = torch.zeros(bounds[-1], dtype=torch.bool)
-    for start, routes in known:
-        experts[start : start + len(routes)] = routes
-        is_known[start : start + len(routes)] = True
-    return Routes(experts, is_known)
-
-
-def _columns(targets: list[Segment]) -> TargetColumns | None:
-    columns = [segment.columns for segment in targets if segment.columns is not None]
-    assert len(columns) in (0, len(targets)), "all targets have columns, or none has"
-    for segment, part in zip(targets, columns, strict=False):
-        assert part.rewards.shape == segment.token_ids.shape, "one row per token"
-    return concatenate(columns) if columns else None
+def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=dtype), *parts])

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,6 +19,11 @@ class Routes:
     def select(self, index: Tensor | slice) -> "Routes":
         """Return the routes of the tokens that `index` selects."""
         return Routes(self.experts[index], self.is_known[index])
+
+    def padded(self, count: int) -> "Routes":
+        """Return the routes with `count` tokens of padding after them."""
+        experts = pad(self.experts, (0, 0, 0, 0, 0, count))
+        return Routes(experts, pad(self.is_known, (0, count)))
 
     def to(self, device: torch.device | str) -> "Routes":
         """Return the same routes on `device`."""

@@ -7,6 +7,7 @@ three words and the number of a server that the rank itself has set up, so that 
 started by it.
 """
 
+import json
 import threading
 import time
 from collections import defaultdict
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_process import with_log
-from megavlm.parallel.collectives import receive_json, send_json
+from megavlm.parallel.collectives import receive, send
 
 Order = Literal["launch", "stop", "abort"]
 PERIOD = 0.2  # seconds between two exchanges of orders and states
@@ -93,14 +94,14 @@ class NodeServers:
 
     def _serve(self) -> None:
         with suppress(RuntimeError):  # a lost connection: rank 0 is gone
-            while (orders := receive_json(0, self._group)) is not None:
+            while (orders := json.loads(receive(0, self._group))) is not None:
                 with self._lock:
                     if self._closing:
                         return
                     for index, order in orders:
                         self._obey(index, order)
                     states = [asdict(self._state(index)) for index in range(len(self._servers))]
-                send_json(states, 0, self._group)
+                send(json.dumps(states).encode(), 0, self._group)
         with self._lock:
             stop_all(self._servers)
 
@@ -236,12 +237,12 @@ class OtherNodes:
                 with self._changed:
                     orders, self._orders = self._orders, defaultdict(list)
                 for rank in self._servers:
-                    send_json(orders[rank], rank, self._group)
+                    send(json.dumps(orders[rank]).encode(), rank, self._group)
                 for rank in self._servers:
-                    self._apply(rank, receive_json(rank, self._group))
+                    self._apply(rank, json.loads(receive(rank, self._group)))
                 time.sleep(PERIOD)
             for rank in self._servers:
-                send_json(None, rank, self._group)
+                send(b"null", rank, self._group)
         except RuntimeError:  # torch.distributed raises it for a lost connection
             with self._changed:
                 node = self._servers[rank][0].node

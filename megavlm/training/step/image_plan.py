@@ -9,9 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
-from torch import Tensor
-
 from megavlm.data.media.image_processing import Grid
 
 
@@ -87,40 +84,13 @@ class ImagePlan:
             slots=plans[0].slots,
         )
 
-    def to_arrays(self) -> dict[str, Tensor]:
-        """Serialize the plan's numbers as arrays; `header` has the rest."""
-        return {
-            "grids": torch.tensor(self.grids, dtype=torch.int32).reshape(-1, 3),
-            "costs": torch.tensor(self.costs, dtype=torch.float64),
-            "encoders": torch.tensor(self.encoders, dtype=torch.int32),
-            "rounds": torch.tensor(self.rounds, dtype=torch.int32),
-            "num_shown_by": torch.tensor([len(x) for x in self.shown_by], dtype=torch.int32),
-            "shown_by": torch.tensor([d for x in self.shown_by for d in x], dtype=torch.int32),
-        }
-
-    def header(self) -> dict[str, Any]:
-        return {
-            "keys": self.keys,
-            "num_rounds": self.num_rounds,
-            "across": self.across,
-            "slots": self.slots,
-        }
-
     @classmethod
-    def of(cls, header: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> Self:
-        """Deserialize a plan from `to_arrays` and `header`."""
-        sizes = arrays["num_shown_by"].tolist()
-        return cls(
-            keys=tuple(header["keys"]),
-            grids=tuple((t, h, w) for t, h, w in arrays["grids"].tolist()),
-            costs=tuple(arrays["costs"].tolist()),
-            encoders=tuple(arrays["encoders"].tolist()),
-            rounds=tuple(arrays["rounds"].tolist()),
-            num_rounds=header["num_rounds"],
-            shown_by=tuple(tuple(x.tolist()) for x in arrays["shown_by"].split(sizes)),
-            across=header["across"],
-            slots=header["slots"],
-        )
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return the plan of its values, of which JSON makes tuples lists."""
+        shown_by = tuple(map(tuple, values["shown_by"]))
+        lists = {name: tuple(x) for name, x in values.items() if isinstance(x, list)}
+        grids = tuple((t, h, w) for t, h, w in values["grids"])
+        return cls(**{**values, **lists, "grids": grids, "shown_by": shown_by})
 
 
 def assign_encoders(costs: Sequence[float], allowed: Sequence[Sequence[int]]) -> list[int]:

@@ -5,19 +5,19 @@ from typing import Any
 
 import torch
 
-from megavlm.data.packs.packing import Pack
-from megavlm.parallel.collectives import Arrays, read_json, receive_from_driver, scatter, send_each
+from megavlm.arrays import from_bytes
+from megavlm.data.packs.packing import Pack, make_packs
+from megavlm.parallel.collectives import receive_from_driver, scatter, send_each
 from megavlm.parallel.mesh import Mesh
 from megavlm.training.step.image_plan import ImagePlan
 from megavlm.training.step.rank_images import (
     ImageReader,
     ImageSource,
     RankImages,
-    sources_from_arrays,
-    sources_to_arrays,
+    sources_from_bytes,
+    sources_to_bytes,
 )
-from megavlm.training.step.step_plan import PackShape, StepPlan
-from megavlm.training.step.tree_arrays import empty_columns, trees_from_arrays
+from megavlm.training.step.step_plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -45,43 +45,39 @@ def share_batch(
     on other ranks. Collective.
     """
     parts = None if plan is None else [plan.part(data_rank) for data_rank in range(mesh.data_size)]
-    minibatches, images, header = unpack_part(scatter(parts, mesh), mesh.context_rank, device)
+    minibatches, images, values = unpack_part(scatter(parts, mesh), mesh.context_rank, device)
     slots = mesh.layout.tensor * mesh.layout.context
     sources: dict[str, ImageSource] = {}
     if plan is not None:
         ranks = range(mesh.data_size * slots)
         each = {rank: plan.sources_of(*divmod(rank, slots)) for rank in ranks}
         sources = each.pop(0)
-        send_each({rank: sources_to_arrays(its) for rank, its in each.items() if its}, mesh)
+        send_each({rank: sources_to_bytes(its) for rank, its in each.items() if its}, mesh)
     elif mesh.pipeline_rank == 0:
         packs = [pack.images for packs in minibatches for pack in packs]
-        trained = packs if header["tower_trained"] else None
+        trained = packs if values["tower_trained"] else None
         if images.held_by(mesh.data_rank, mesh.rank % slots, trained):
-            sources = sources_from_arrays(receive_from_driver(mesh))
+            sources = sources_from_bytes(receive_from_driver(mesh))
     return RankBatch(
         minibatches,
         RankImages(images, sources, reader),
-        header["num_targets"],
-        header["num_tokens"],
-        header["loss_scales"],
+        values["num_targets"],
+        values["num_tokens"],
+        values["loss_scales"],
     )
 
 
 def unpack_part(
-    arrays: Arrays, context_rank: int, device: torch.device
+    part: bytes, context_rank: int, device: torch.device
 ) -> tuple[list[list[Pack]], ImagePlan, dict[str, Any]]:
     """Deserialize `StepPlan.part` into this context rank's part of each minibatch's packs, on
-    `device`, the image plan and the header.
+    `device`, the image plan and the other values.
     """
-    header = read_json(arrays["header"])
-    images = ImagePlan.of(header["images"], arrays)
-    shape, columns = PackShape(**header["shape"]), empty_columns(arrays)
-    trees = iter(trees_from_arrays(arrays, images.keys))
-    minibatches = [
-        [
-            shape.pack([next(trees) for _ in range(count)], columns).part(context_rank).to(device)
-            for count in counts
-        ]
-        for counts in header["packs"]
-    ]
-    return minibatches, images, header
+    arrays, values = from_bytes(part)
+    images = ImagePlan.of(values["images"])
+    counts = [count for packs in values["packs"] for count in packs]
+    packs = (
+        pack.part(context_rank).to(device)
+        for pack in make_packs(arrays, images.keys, counts, **values["shape"])
+    )
+    return [[next(packs) for _ in counts] for counts in values["packs"]], images, values

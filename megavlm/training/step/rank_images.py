@@ -4,20 +4,17 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from threading import Lock
 from typing import Self
 
-import torch
-from torch import Tensor
-
+from megavlm.arrays import from_bytes, to_bytes
 from megavlm.config.schema import Config
 from megavlm.data.media.image_processing import Grid, PatchFormat, ProcessedImage
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
 from megavlm.families import family_of
-from megavlm.parallel.collectives import json_array, read_json
 from megavlm.training.step.image_plan import ImagePlan, plan_images
 
 
@@ -145,32 +142,23 @@ class RankImages:
         return images
 
 
-def sources_to_arrays(sources: Mapping[str, ImageSource]) -> dict[str, Tensor]:
-    """Serialize sources as arrays: a place as three numbers, an image as its pixels."""
-    places = {key: source for key, source in sources.items() if isinstance(source, ImagePlace)}
+def sources_to_bytes(sources: Mapping[str, ImageSource]) -> bytes:
+    """Serialize sources: a place as three numbers, an image as its pixels."""
     images = {key: source for key, source in sources.items() if isinstance(source, ProcessedImage)}
-    header = {
-        "keys": [*places, *images],
-        "formats": [asdict(image.format) for image in images.values()],
-    }
-    numbers = [(place.row, place.number, place.is_video) for place in places.values()]
-    return {
-        "header": json_array(header),
-        "places": torch.tensor(numbers, dtype=torch.int64).reshape(-1, 3),
-        **{f"pixels.{number}": image.content for number, image in enumerate(images.values())},
-    }
+    places = {key: astuple(x) for key, x in sources.items() if isinstance(x, ImagePlace)}
+    formats = {key: asdict(image.format) for key, image in images.items()}
+    pixels = {key: image.content for key, image in images.items()}
+    return to_bytes(pixels, {"places": places, "formats": formats})
 
 
-def sources_from_arrays(arrays: Mapping[str, Tensor]) -> dict[str, ImageSource]:
-    """Deserialize the sources from `sources_to_arrays`."""
-    header = read_json(arrays["header"])
-    keys = iter(header["keys"])
-    sources: dict[str, ImageSource] = {}
-    for row, number, is_video in arrays["places"].tolist():
-        sources[next(keys)] = ImagePlace(row, number, bool(is_video))
-    for number, (key, how) in enumerate(zip(keys, header["formats"], strict=True)):
-        sources[key] = ProcessedImage(key, arrays[f"pixels.{number}"], PatchFormat.from_values(how))
-    return sources
+def sources_from_bytes(data: bytes) -> dict[str, ImageSource]:
+    """Deserialize the sources from `sources_to_bytes`."""
+    pixels, values = from_bytes(data)
+    places = {key: ImagePlace(*place) for key, place in values["places"].items()}
+    return places | {
+        key: ProcessedImage(key, pixels[key], PatchFormat.from_values(how))
+        for key, how in values["formats"].items()
+    }
 
 
 def _cost(grid: Grid) -> float:

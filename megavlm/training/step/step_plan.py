@@ -5,18 +5,15 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
 
-from torch import Tensor
-
+from megavlm.arrays import to_bytes
 from megavlm.config.parallel import Parallel
-from megavlm.data.packs.packing import Pack, Tree, empty_pack, make_pack
+from megavlm.data.packs.packing import Tree, trees_to_arrays
 from megavlm.data.packs.target_tokens import TargetColumns
 from megavlm.models.cost import ModelCost
-from megavlm.parallel.collectives import json_array
 from megavlm.parallel.mesh import Layout
 from megavlm.training.step.image_plan import ImagePlan
 from megavlm.training.step.pack_plan import Schedule, SegmentCosts, assign
 from megavlm.training.step.rank_images import ImageSource
-from megavlm.training.step.tree_arrays import trees_to_arrays
 
 Minibatches = list[list[list[Tree]]]  # [minibatch][pack][tree]; a pack without trees is padding
 
@@ -28,15 +25,6 @@ class PackShape:
     vision_token_ids: tuple[int, ...]
     multiple: int = 1
     context_size: int = 1
-
-    def pack(self, trees: Sequence[Tree], columns: TargetColumns | None) -> Pack:
-        """Return a pack of trees. Without trees it is a padding pack with the fields of
-        `columns`.
-        """
-        size = {"multiple": self.multiple, "context_size": self.context_size}
-        if not trees:
-            return empty_pack(columns, **size)
-        return make_pack(trees, vision_token_ids=self.vision_token_ids, **size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,21 +44,20 @@ class StepPlan:
     shape: PackShape
     loss_scales: Sequence[float] | None = None
 
-    def part(self, data_rank: int) -> dict[str, Tensor]:
+    def part(self, data_rank: int) -> bytes:
         """Serialize the packs and image plan of one data-parallel rank."""
         minibatches, plan = self.minibatches[data_rank], self.images[data_rank]
-        header = {
+        values = {
             "packs": [[len(pack) for pack in packs] for packs in minibatches],
             "num_targets": self._num_targets,
             "num_tokens": self.num_tokens,
             "tower_trained": self.tower_trained,
             "loss_scales": self.loss_scales,
             "shape": asdict(self.shape),
-            "images": plan.header(),
+            "images": vars(plan),
         }
         numbers = {key: number for number, key in enumerate(plan.keys)}
-        trees = trees_to_arrays(_flat(minibatches), numbers, self._columns)
-        return {"header": json_array(header), **trees, **plan.to_arrays()}
+        return to_bytes(trees_to_arrays(_flat(minibatches), numbers, self._columns), values)
 
     def sources_of(self, data_rank: int, slot: int) -> dict[str, ImageSource]:
         """Return the sources of the images that a rank of the first pipeline stage encodes."""

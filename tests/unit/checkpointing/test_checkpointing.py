@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
-from megavlm.checkpointing.folder import latest_step, step_folder
+from megavlm.checkpointing.folder import latest_step, read_extra, step_folder, write_extra
 from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
@@ -420,6 +420,16 @@ def resume_elsewhere(hf: Path, folder: Path) -> list[str]:
 def test_random_states_of_another_layout_are_not_restored(hf: Path, saved: Path) -> None:
     (messages,) = launch(1, resume_elsewhere, hf, saved)
     assert len(messages) == 1 and "random states start from the seed" in messages[0]
+
+
+def test_bytes_of_the_trainer_s_state_are_files(tmp_path: Path) -> None:
+    extra = {"step": 3, "driver": {"seen": [1], "backlog": b"abc", "other": b""}}
+    names = write_extra(tmp_path, extra)
+    assert sorted(names) == sorted(path.name for path in tmp_path.iterdir())
+    driver = read_extra(tmp_path)["driver"]
+    assert driver["seen"] == [1]
+    assert driver["backlog"].read_bytes() == b"abc" and driver["other"].read_bytes() == b""
+    assert read_extra(tmp_path / "none") == {}
 
 
 def test_the_manifest_covers_every_other_file(saved: Path) -> None:

@@ -34,7 +34,7 @@ from megavlm.planner.memory import RunMemory
 from megavlm.rollout.recorded import RecordedRollouts
 from megavlm.run.checks import preflight
 from megavlm.run.train import train
-from megavlm.training.step.rank_images import sources_from_arrays, sources_to_arrays
+from megavlm.training.step.rank_images import sources_from_bytes, sources_to_bytes
 from tests.conftest import DATA
 from tests.parity.reference import Reference, token_weights, weighted_loss
 from tests.parity.runs import Run, difference
@@ -129,7 +129,7 @@ def test_a_server_gets_whole_pictures_and_one_token_for_each(processor: Processo
 
 def test_tiles_travel_to_the_rank_that_encodes_them(prompts: list[Prompt]) -> None:
     images = {item.key: item for prompt in prompts for item in prompt.images}
-    for key, item in sources_from_arrays(sources_to_arrays(images)).items():
+    for key, item in sources_from_bytes(sources_to_bytes(images)).items():
         assert isinstance(item, ProcessedImage)
         assert torch.equal(item.patches(), images[key].patches())
 

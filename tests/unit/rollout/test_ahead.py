@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from megavlm.arrays import from_bytes
 from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.data.loader import PromptStream
@@ -130,6 +131,11 @@ def rows_of(groups: list[Group]) -> list[int]:
     return [group.prompt.row.index for group in groups]
 
 
+def backlog(state: Any) -> Any:
+    """Return the records of the groups in a source's state."""
+    return from_bytes(state["backlog"])[1]["groups"]
+
+
 def num_asked(fake: Any) -> int:
     return len(fake.bodies("/generate"))
 
@@ -223,12 +229,12 @@ def test_a_run_that_is_killed_trains_on_every_prompt_once(config: Config, fake: 
         producer = started(config, pool)
         trained = rows_of(take(producer, 0))
         push(pool, 1, (fake,))
-        wait_for(lambda: all(item["responses"] for item in producer.state_dict()["backlog"]))
+        wait_for(lambda: all(item["responses"] for item in backlog(producer.state_dict())))
         state = producer.state_dict()
         lost = rows_of(take(producer, 1))  # after the checkpoint
         producer.close()  # killed
-        assert [item["row"] for item in state["backlog"]] == lost
-        assert [item["step"] for item in state["backlog"]] == [0] * SIZE
+        assert [item["row"] for item in backlog(state)] == lost
+        assert [item["step"] for item in backlog(state)] == [0] * SIZE
 
         before = num_asked(fake)
         producer = started(config, pool, state)
@@ -262,7 +268,7 @@ def test_groups_that_are_too_old_are_dropped_and_counted(config: Config, fake: A
         push(pool, 0, (fake,))
         producer = started(config, pool)
         take(producer, 0)
-        wait_for(lambda: all(item["responses"] for item in producer.state_dict()["backlog"]))
+        wait_for(lambda: all(item["responses"] for item in backlog(producer.state_dict())))
         state = producer.state_dict()
         producer.close()
         push(pool, 5, (fake,))

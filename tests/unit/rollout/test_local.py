@@ -2,7 +2,7 @@
 answer, and what a checkpoint keeps. Episodes and rewards are real.
 """
 
-import json
+import base64
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -25,7 +25,7 @@ from megavlm.rollout.sampler import Sampler
 from megavlm.rollout.trajectory import Group
 from tests.support.server_pools import external, push
 from tests.support.timeouts import scaled
-from tests.unit.rollout.test_ahead import SIZE, N, config, fake, files, no_refit, order
+from tests.unit.rollout.test_ahead import SIZE, N, backlog, config, fake, files, no_refit, order
 
 __all__ = ["config", "fake", "files"]  # fixtures
 
@@ -79,7 +79,7 @@ def test_responses_stop_between_steps_and_go_on_with_new_weights(
         first = take(made, 0)
         assert slow not in rows(first) and rows(first) == order(partial, 3)[1:]
         assert client.is_idle and "/abort_request" in fake.paths()
-        (waiting,) = made.state_dict()["backlog"]
+        (waiting,) = backlog(made.state_dict())
         assert waiting["row"] == slow and waiting["step"] == 0
         assert [values["finish"] for values in waiting["responses"]] == ["abort"] * N
         push(pool, 1, (fake,))
@@ -96,19 +96,22 @@ def test_a_checkpoint_keeps_prompts_steps_and_tokens(partial: Config, fake: Any)
         push(pool, 0, (fake,))
         with source(partial, pool) as (made, _):
             take(made, 0)
-            state = json.loads(json.dumps(made.state_dict()))
-        # Older checkpoints have no step, and tokens and log-probs as lists.
-        old_responses = [
-            {**values, "token_ids": [50, 51], "logprobs": [-0.5, -1.5]}
-            for values in state["backlog"][0]["responses"]
-        ]
-        old = {**state, "backlog": [{"row": slow, "responses": old_responses}]}
+            state = made.state_dict()
+        # The release before had arrays in base64.
+        values = {
+            "token_ids": base64.b64encode(np.array([50, 51], "<i4").tobytes()).decode(),
+            "logprobs": base64.b64encode(np.array([-0.5, -1.5], "<f4").tobytes()).decode(),
+            "finish": "abort",
+            "weight_version": "0",
+            "spans": [{"version": "0", "start": 0, "end": 2}],
+        }
+        old = {**state, "backlog": [{"row": slow, "step": 0, "responses": [values] * N}]}
         push(pool, 1, (fake,))
-        for saved, step in ((state, 0), (old, 1)):
+        for saved in (state, old):
             with source(partial, pool) as (made, _):
                 made.load_state_dict(saved)
                 (group, _) = take(made, 1)
-            assert rows([group]) == [slow] and group.step == step
+            assert rows([group]) == [slow] and group.step == 0
             response = group.episodes[0].responses[0]
             assert response.token_ids.tolist()[:2] == [50, 51] and len(response.token_ids) == 4
             assert response.logprobs.tolist() == [-0.5, -1.5] * 2

@@ -14,16 +14,14 @@ import torch
 from megavlm.config.algorithm import GRPO
 from megavlm.config.load import load
 from megavlm.data.media.video_sources import Video
-from megavlm.data.packs.packing import Tree
+from megavlm.data.packs.packing import Tree, trees_to_arrays
 from megavlm.data.processor import Processor
 from megavlm.inference.protocol import VersionSpan
-from megavlm.parallel.collectives import json_array
 from megavlm.rewards.base import Score
 from megavlm.rollout.groups import policy_trees, rollout_metrics, sample_records
 from megavlm.rollout.recorded import RecordedRollouts
 from megavlm.rollout.trajectory import Episode, Group
 from megavlm.run.checks.preflight import check_replay
-from megavlm.training.step.tree_arrays import trees_to_arrays
 from tests.conftest import png
 from tests.support.calls import branching_group
 from tests.support.random_images import image as random_image
@@ -60,10 +58,8 @@ def played(processor: Processor, *, own_start: bool = False) -> Group:
 
 def arrays(groups: list[Group]) -> Any:
     trees: list[Tree] = policy_trees(groups, GRPO(), max_new_tokens=9, max_turns=2, version=4)
-    keys = sorted({key for tree in trees for key in tree.images})
-    numbers = {key: number for number, key in enumerate(keys)}
-    columns = next(s.columns for tree in trees for s in tree.segments if s.columns)
-    return trees_to_arrays(trees, numbers, columns) | {"keys": json_array(keys)}
+    numbers = {key: int(key[:7], 16) for tree in trees for key in tree.images}
+    return trees_to_arrays(trees, numbers)
 
 
 @pytest.mark.parametrize("own_start", [False, True])

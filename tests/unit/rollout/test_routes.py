@@ -1,6 +1,5 @@
 """Routes of responses on their way to the trainer: trees, packs, files and checkpoints."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from megavlm.data.packs.packing import Pack, Tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.inference.protocol import Response
-from megavlm.rollout.backlog import group_state, restored_group
+from megavlm.rollout.backlog import backlog_state, restored_groups
 from megavlm.rollout.episodes import _first_unrouted
 from megavlm.rollout.group_tree import group_tree
 from megavlm.rollout.recorded import RecordedRollouts
@@ -123,9 +122,11 @@ def test_a_checkpoint_keeps_the_routes_of_open_groups(processor: Processor, dtyp
     assert begun.routes is not None
     begun = replace(begun, routes=begun.routes.astype(dtype))
     done = make_response((7,), (-1.0,))
-    state = json.loads(json.dumps(group_state(Group(prompt), [begun, done])))
-    restored = restored_group(state, lambda _: prompt)
-    assert [plain(response) for response in restored.responses] == [plain(begun), plain(done)]
+    groups = [Group(prompt, [begun], step=3), Group(prompt), Group(prompt, [done, begun])]
+    restored = restored_groups(backlog_state(groups), lambda index: prompt)
+    for mine, theirs in zip(restored, groups, strict=True):
+        assert [*map(plain, mine.responses)] == [*map(plain, theirs.responses)]
+        assert mine.step == theirs.step
 
 
 def test_recorded_routes_are_replayed(tmp_path: Path, processor: Processor) -> None:

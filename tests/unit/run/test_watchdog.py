@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megavlm.inference.server_support.megavlm_weights import join
@@ -133,7 +132,7 @@ def is_seen_to_wait(how: str, waits: bool, seen: Path) -> bool:
     """Return whether a rank is ever seen to wait for the other one, which comes to it then."""
     mesh = build_mesh(Layout())
     waiting = 1 if how == "receives" else 0
-    arrays = {"x": torch.empty(LARGE)}
+    data = bytes(4 * LARGE)
     minute = timedelta(minutes=1)
     servers = join(own_store(), "servers", mesh.rank, 2, "gloo", minute, SERVERS_GROUP)
     if mesh.rank != waiting:
@@ -142,7 +141,7 @@ def is_seen_to_wait(how: str, waits: bool, seen: Path) -> bool:
         if how == "sends":
             receive_from_driver(mesh)
         elif how == "receives":
-            send_each({1: arrays}, mesh)
+            send_each({1: data}, mesh)
         else:
             dist.barrier(servers if how == "servers" else None)
         return waits
@@ -160,7 +159,7 @@ def is_seen_to_wait(how: str, waits: bool, seen: Path) -> bool:
     looking.start()
     with ThreadPoolExecutor(1) as pool:
         if how == "sends":
-            send_each({1: arrays}, mesh)
+            send_each({1: data}, mesh)
         elif how == "receives":
             receive_from_driver(mesh)
         elif how == "collective":

@@ -12,7 +12,7 @@ from torch import Tensor
 from megavlm.algorithms.registry import ADVANTAGE_ESTIMATORS, load_advantage_estimator
 from megavlm.algorithms.segments import alone
 from megavlm.config.algorithm import GRPO, PPO
-from megavlm.data.packs.packing import Pack, Segment, Tree, empty_pack, make_pack
+from megavlm.data.packs.packing import Pack, Segment, Tree, make_pack
 from megavlm.data.packs.positions import text_positions
 from megavlm.data.packs.target_tokens import TargetColumns, concatenate
 from megavlm.data.processor import Prompt
@@ -26,6 +26,7 @@ from megavlm.training.advantages import (
     with_advantages,
 )
 from tests.support.calls import episode, respond
+from tests.support.trees import empty_pack
 
 
 def columns() -> dict[str, Tensor]:

@@ -13,7 +13,6 @@ from megavlm.data.packs.packing import Tree, make_pack, supervised_tree
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.families import family_of
-from megavlm.training.step.tree_arrays import trees_from_arrays, trees_to_arrays
 from tests.conftest import DATA
 from tests.support.samples import image
 from tests.support.templates import TEMPLATES, template_of, with_template
@@ -156,10 +155,7 @@ def test_the_tree_of_a_chat_has_its_images_and_positions_in_place(make: Make) ->
     pack = make_pack([tree], vision_token_ids=processor.vision_token_ids)
     assert len(pack.vision_index) == prompt.num_vision_tokens
     assert torch.equal(pack.source_index, (pack.segment_ids % 2 == 1).nonzero().flatten() - 1)
-    arrays = trees_to_arrays([tree], {first: 0, second: 1}, None)
-    (sent,) = trees_from_arrays(arrays, [first, second])
-    assert torch.equal(torch.cat([segment.positions for segment in sent.segments], 1), positions)
-    assert [segment.images for segment in sent.segments] == [x.images for x in tree.segments]
+    assert torch.equal(pack.positions, positions) and pack.images == (first, second)
 
 
 def test_a_plain_answer_is_the_text_that_follows_the_prompt(make: Make) -> None:

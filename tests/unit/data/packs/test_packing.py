@@ -14,7 +14,6 @@ from megavlm.data.packs.packing import (
     Pack,
     Segment,
     Tree,
-    empty_pack,
     join_targets,
     make_pack,
     prompt_tree,
@@ -22,6 +21,7 @@ from megavlm.data.packs.packing import (
 from megavlm.data.packs.positions import text_positions
 from megavlm.data.packs.target_tokens import TargetColumns
 from tests.support.columns import columns
+from tests.support.trees import empty_pack
 
 IMAGE, VIDEO = 98, 99
 VISION = {IMAGE, VIDEO}
@@ -47,6 +47,7 @@ def trees(draw: st.DrawFn) -> Tree:
                 sequence_ids=torch.full((size,), owner),
                 **{name: torch.tensor(draw(numbers(size))) for name in names},
             )
+        positions = torch.randint(0, 50, (3, size))
         segments.append(
             Segment(
                 token_ids=torch.tensor(
@@ -56,7 +57,7 @@ def trees(draw: st.DrawFn) -> Tree:
                         )
                     )
                 ),
-                positions=torch.randint(0, 50, (3, size)),
+                positions=text_positions(size, 7) if is_target else positions,
                 parent=parent,
                 is_target=is_target,
                 columns=drawn,
