@@ -12,21 +12,10 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
+from megavlm.inference.answers import MALFORMED, parse_continue, parse_generate
+from megavlm.inference.bodies import IN_BODY, MEDIA, Body, Encoder, continue_body, generate_body
 from megavlm.inference.errors import RolloutRequestError
-from megavlm.inference.protocol import (
-    IN_BODY,
-    MALFORMED,
-    MEDIA,
-    Body,
-    Encoder,
-    Response,
-    Sampling,
-    bearer,
-    continue_body,
-    generate_body,
-    parse_continue,
-    parse_generate,
-)
+from megavlm.inference.protocol import Response, Sampling, bearer
 from megavlm.inference.server_pool.routing import Address
 from megavlm.parallel.shared_file import shared_file
 

@@ -14,8 +14,10 @@ import orjson
 
 from megavlm.config.distillation import Distillation
 from megavlm.http_client import open_session
+from megavlm.inference.answers import MALFORMED, parse_scores
+from megavlm.inference.bodies import score_body
 from megavlm.inference.errors import RolloutRequestError
-from megavlm.inference.protocol import MALFORMED, Response, bearer, parse_scores, score_body
+from megavlm.inference.protocol import Response, bearer
 from megavlm.inference.requests import RequestLimits
 from megavlm.limited.failure import CallFailure
 

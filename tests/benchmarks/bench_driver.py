@@ -20,7 +20,8 @@ from megavlm.config.algorithm import GRPO
 from megavlm.data.packs.packing import Tree
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
-from megavlm.inference.protocol import Sampling, parse_generate
+from megavlm.inference.answers import parse_generate
+from megavlm.inference.protocol import Sampling
 from megavlm.models.cost import ModelCost
 from megavlm.rewards.base import Score
 from megavlm.rollout.group_tree import tree_parts

@@ -24,7 +24,8 @@ from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family_of
-from megavlm.inference.protocol import IN_BODY, Sampling, generate_body
+from megavlm.inference.bodies import IN_BODY, generate_body
+from megavlm.inference.protocol import Sampling
 from megavlm.inference.requests import _chunks, _in_files
 from megavlm.parallel.shared_file import shared_file
 from megavlm.training.step.image_plan import plan_images

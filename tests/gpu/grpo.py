@@ -185,9 +185,9 @@ def fix_lengths(drawn: Sequence[int]) -> None:
     """Have requests of this process ask for one response of each length, in turn, which does not
     end early.
     """
-    from megavlm.inference import protocol, requests
+    from megavlm.inference import bodies, protocol, requests
 
-    count, parameters = itertools.cycle(drawn), protocol._parameters
+    count, parameters = itertools.cycle(drawn), bodies._parameters
     none = protocol.Response(np.zeros(0, np.int32), np.zeros(0, np.float32), protocol.ABORT, "")
 
     def fixed(sampling: Any, most: int) -> dict[str, Any]:
@@ -195,9 +195,9 @@ def fix_lengths(drawn: Sequence[int]) -> None:
 
     def body(prompts: Any, n: int, sampling: Any, encoder: Any, first_routed: int = 0) -> Any:
         (prompt,) = prompts
-        return protocol.continue_body(prompt, [none] * n, sampling, encoder)
+        return bodies.continue_body(prompt, [none] * n, sampling, encoder)
 
-    protocol._parameters = fixed
+    bodies._parameters = fixed
     requests.generate_body = body
     requests.TOKENS_PER_REQUEST = 0  # each prompt has a request of its own
 

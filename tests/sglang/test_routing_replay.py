@@ -19,8 +19,9 @@ from megavlm.data.packs.packing import make_pack
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.families import family_of
+from megavlm.inference.answers import parse_generate
 from megavlm.inference.generation import Ask
-from megavlm.inference.protocol import Response, Sampling, VersionSpan, bearer, parse_generate
+from megavlm.inference.protocol import Response, Sampling, VersionSpan, bearer
 from megavlm.inference.routes import route_shape
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions

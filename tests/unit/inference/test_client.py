@@ -20,17 +20,11 @@ from megavlm.data.media.image_processing import PatchFormat, ProcessedImage
 from megavlm.data.media.videos import ProcessedVideo
 from megavlm.data.processor import Prompt
 from megavlm.inference import generation
+from megavlm.inference.answers import parse_generate
+from megavlm.inference.bodies import continue_body, generate_body, processed_media
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
-from megavlm.inference.protocol import (
-    Response,
-    Sampling,
-    VersionSpan,
-    continue_body,
-    generate_body,
-    parse_generate,
-    processed_media,
-)
+from megavlm.inference.protocol import Response, Sampling, VersionSpan
 from megavlm.inference.requests import ATTEMPTS, PROMPTS_PER_REQUEST, RequestLimits
 from megavlm.inference.server import ClaimedPort
 from megavlm.rollout.groups import draft_metrics

@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from megavlm.inference.answers import parse_continue, parse_generate
+from megavlm.inference.bodies import continue_body, generate_body
 from megavlm.inference.errors import RolloutRequestError
-from megavlm.inference.protocol import (
-    Response,
-    Sampling,
-    continue_body,
-    generate_body,
-    parse_continue,
-    parse_generate,
-)
+from megavlm.inference.protocol import Response, Sampling
 from megavlm.inference.routes import RouteShape, route_shape
 from megavlm.inference.server_support.megavlm_routes import narrow
 from tests.support.prompts import make_prompt

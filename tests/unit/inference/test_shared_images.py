@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from megavlm.data.media.image_processing import ProcessedImage
-from megavlm.inference.protocol import processed_media
+from megavlm.inference.bodies import processed_media
 from megavlm.inference.server_main import shared_memory_of
 from tests.parity.models import model_folder
 from tests.sglang.test_videos import shown, video_prompts

@@ -1,0 +1,202 @@
+"""Bodies of requests to SGLang: pure functions.
+
+Tokens in, tokens out: prompts are sent as token ids, with one image token per image that SGLang
+expands itself. Images are already resized. They are sent as bytes, or as paths of in-memory files
+on this machine, but never as a URL, so that a server downloads nothing. A prompt with videos is
+sent with all its vision tokens, its positions and the frames of its images and videos, for
+server_support/megavlm_videos.py.
+"""
+
+import base64
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from megavlm.inference.protocol import Response, Sampling, first_unrouted
+
+if TYPE_CHECKING:
+    from megavlm.data.media.image_processing import ProcessedImage
+    from megavlm.data.processor import Prompt
+
+# Added to a suppressed token's logit, so that its probability is exactly 0 in every float dtype.
+SUPPRESSED_BIAS = -1e9
+Body = bytes | memoryview  # a part of a request's body
+MEDIA = "megavlm:"  # begin of a video's text in a request, see server_support/megavlm_videos.py
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Functions that return an image, and the content of `processed_media`, as a JSON string."""
+
+    image: Callable[["ProcessedImage"], Body]
+    media: Callable[[Sequence[Body]], Body]
+
+
+def _data_url(image: "ProcessedImage") -> Body:
+    return image.request_text.numpy().data
+
+
+def _base64(parts: Sequence[Body]) -> Body:
+    return b'"%s%s"' % (MEDIA.encode(), base64.b64encode(b"".join(parts)))
+
+
+IN_BODY = Encoder(_data_url, _base64)
+
+
+def generate_body(
+    prompts: Sequence["Prompt"],
+    n: int,
+    sampling: Sampling,
+    encoder: Encoder = IN_BODY,
+    first_routed: int = 0,
+) -> list[Body]:
+    """Return the JSON body of a /generate request for n responses to each prompt, in parts.
+    first_routed: The first token whose routes are returned, if any are.
+    """
+    body: dict[str, Any] = {
+        "input_ids": [list(prompt.request_ids) for prompt in prompts],
+        "sampling_params": {"n": n, **_parameters(sampling, sampling.max_new_tokens)},
+        "return_logprob": True,
+    }
+    body |= _names(sampling) | _route_request(sampling, first_routed)
+    media: dict[str, list[Body]] = {}
+    if any(prompt.images and not prompt.has_videos for prompt in prompts):
+        media["image_data"] = _listed([_listed(_texts(prompt, encoder)) for prompt in prompts])
+    if any(prompt.has_videos for prompt in prompts):
+        media["video_data"] = _listed([_listed(_media(prompt, encoder)) for prompt in prompts])
+    return _with_media(body, media)
+
+
+def continue_body(
+    prompt: "Prompt", begun: Sequence[Response], sampling: Sampling, encoder: Encoder = IN_BODY
+) -> list[Body]:
+    """Return the JSON body of a /generate request that continues a prompt's aborted responses, in
+    parts.
+    """
+    body: dict[str, Any] = {
+        "input_ids": [[*prompt.request_ids, *response.token_ids.tolist()] for response in begun],
+        "sampling_params": [
+            {"n": 1, **_parameters(sampling, sampling.max_new_tokens - len(response.token_ids))}
+            for response in begun
+        ],
+        "return_logprob": True,
+    }
+    body |= _names(sampling) | _route_request(sampling, first_unrouted(prompt, begun))
+    return _with_media(body, _shared_media(prompt, len(begun), encoder))
+
+
+def score_body(
+    prompt: "Prompt", responses: Sequence[Response], encoder: Encoder = IN_BODY
+) -> list[Body]:
+    """Return the JSON body of a /generate request for log-probs of responses to a prompt, in
+    parts.
+    """
+    body = {
+        "input_ids": [
+            [*prompt.request_ids, *response.token_ids.tolist()] for response in responses
+        ],
+        "sampling_params": {"max_new_tokens": 0},
+        "return_logprob": True,
+        # The server counts all tokens of images. The first entry is that of this token, the
+        # prompt's last, and the second that of the response's first token.
+        "logprob_start_len": len(prompt.token_ids) - 1,
+    }
+    return _with_media(body, _shared_media(prompt, len(responses), encoder))
+
+
+def _shared_media(prompt: "Prompt", count: int, encoder: Encoder) -> dict[str, Sequence[Body]]:
+    """Return the media of a request with `count` times the same prompt. A single image, and the
+    media of a prompt with videos, are included once; SGLang accepts several images only as a list
+    each time.
+    """
+    if prompt.has_videos:
+        return {"video_data": _media(prompt, encoder)[0]}
+    if not prompt.images:
+        return {}
+    texts = _texts(prompt, encoder)
+    return {"image_data": texts[0] if len(texts) == 1 else _listed([_listed(texts)] * count)}
+
+
+def _names(sampling: Sampling) -> dict[str, str]:
+    names = {"lora_path": sampling.adapter, "extra_key": sampling.cache_key}
+    return {key: name for key, name in names.items() if name is not None}
+
+
+def _route_request(sampling: Sampling, first: int) -> dict[str, Any]:
+    if sampling.routes is None:
+        return {}
+    return {"return_routed_experts": True, "routed_experts_start_len": first}
+
+
+def _parameters(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
+    parameters: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": 1.0,  # SGLang would take the model's own
+        "max_new_tokens": max_new_tokens,
+    }
+    if sampling.suppressed_ids:
+        parameters["logit_bias"] = {
+            str(token): SUPPRESSED_BIAS for token in sampling.suppressed_ids
+        }
+    return parameters
+
+
+def _with_media(body: Mapping[str, Any], media: Mapping[str, Sequence[Body]]) -> list[Body]:
+    """Return a body's JSON with more keys appended. Their long texts are not copied."""
+    parts: list[Body] = [orjson.dumps(body)[:-1]]
+    for key, values in media.items():
+        parts += [f', "{key}": '.encode(), *values]
+    return [*parts, b"}"]
+
+
+def _listed(items: Sequence[Sequence[Body]]) -> list[Body]:
+    """Return a JSON list of items, in parts."""
+    parts: list[Body] = []
+    for item in items:
+        parts += [b", " if parts else b"[", *item]
+    return [*parts, b"]"] if parts else [b"[]"]
+
+
+def _texts(prompt: "Prompt", encoder: Encoder) -> list[list[Body]]:
+    if prompt.has_videos:
+        return []
+    return [[encoder.image(image)] for image in prompt.images]
+
+
+def _media(prompt: "Prompt", encoder: Encoder) -> list[list[Body]]:
+    return [[encoder.media(processed_media(prompt))]] if prompt.has_videos else []
+
+
+def processed_media(prompt: "Prompt") -> list[Body]:
+    """Return the images and videos of a prompt for server_support/megavlm_videos.py: the length of
+    a header, the header, the positions, and the frames of each image and video.
+    """
+    header = {
+        "media": [
+            {
+                "is_video": image.is_video,
+                "shape": [*image.pixels.shape[:3]],
+                "hash": _cache_key(image),
+            }
+            for image in prompt.images
+        ],
+        "format": asdict(prompt.images[0].format),
+        "num_tokens": len(prompt.token_ids),
+        "next_position": prompt.next_position,
+    }
+    text = orjson.dumps(header)
+    tensors = [prompt.positions.int().contiguous(), *(image.content for image in prompt.images)]
+    contents = [tensor.numpy().data.cast("B") for tensor in tensors]
+    return [len(text).to_bytes(8, "little"), text, *contents]
+
+
+def _cache_key(image: "ProcessedImage") -> int:
+    """Return the number by which a server caches an image's or a video's features and prefixes. It
+    includes the times of a video, because its tokens' positions may depend on them.
+    """
+    times = getattr(image, "times", ())
+    digest = hashlib.sha256(f"{image.key} {image.grid} {times}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")
