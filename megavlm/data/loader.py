@@ -1,7 +1,6 @@
 """Stream of training prompts, prepared ahead by workers; a checkpoint can resume its order."""
 
 import os
-import pickle
 import warnings
 import weakref
 from collections import Counter, deque
@@ -10,15 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megavlm.config.data import Data
 from megavlm.config.rollout import Rollout
 from megavlm.data.processor import Prompt, PromptTooLong
 from megavlm.data.rows import Row, Rows
+from megavlm.data.shared_pickle import SharedPickle
 from megavlm.data.tables.row_order import BatchSampler, DataSetOrder, RowSampler
-from megavlm.data.tensor_pickle import dumps, parts
 from megavlm.process import leave_to_parent
 
 Kind = Literal["bad", "long"]
@@ -177,7 +175,9 @@ class PromptStream:
             batches = self._open() if self._batches is None else self._batches
             assert self._loader is not None
             received = next(batches)
-            self._batch.extend(received.unpack() if isinstance(received, PackedBatch) else received)
+            # Copies, because the prompts of a batch do not end together.
+            is_shared = isinstance(received, SharedPickle)
+            self._batch.extend(received.unpack(copy=True) if is_shared else received)
             self._before, self._taken = self._after, 0
             self._after = _sampler_state(self._loader.state_dict())
         self._taken += 1
@@ -194,7 +194,7 @@ class PromptStream:
                 self._prompts,
                 batch_sampler=BatchSampler(draws, self._batch_size),
                 num_workers=workers,
-                collate_fn=PackedBatch.pack if workers else list,
+                collate_fn=SharedPickle.of if workers else list,
                 prefetch_factor=1 if workers else None,
                 # The loader draws seeds for its workers, although they use no random numbers. A
                 # generator of its own leaves the run's random state unchanged.
@@ -230,31 +230,6 @@ def check_state(
                 f"{name}: {mine}, but the checkpoint was made with {state[key]}; use that, or "
                 "start with run.resume=never"
             )
-
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """A worker's batch with all tensors in one shared buffer."""
-
-    skeleton: bytes  # pickle without the tensors' contents
-    sizes: list[int]  # bytes of each tensor
-    content: Tensor  # [sum of sizes] uint8
-
-    @classmethod
-    def pack(cls, value: Any) -> "PackedBatch":
-        """Pack any picklable object."""
-        skeleton, contents = dumps(value)
-        sizes = [content.nbytes for content in contents]
-        packed = torch.empty(sum(sizes), dtype=torch.uint8)
-        for part, content in zip(parts(packed.numpy().data, sizes), contents, strict=True):
-            part[:] = content
-        return cls(skeleton, sizes, packed)
-
-    def unpack(self) -> Any:
-        """Return the object with copies of its tensors, so that the shared buffer can be freed."""
-        buffers = map(bytearray, parts(self.content.numpy().data, self.sizes))
-        # Trusted: it comes from a child of this process, through a pipe that only the two have.
-        return pickle.loads(self.skeleton, buffers=buffers)  # noqa: S301
 
 
 def held_for(rollout: Rollout) -> Held:

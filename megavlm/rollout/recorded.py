@@ -85,17 +85,18 @@ class ResponseWriter:
     """Collects the tokens, log-probs and routes of responses, in order."""
 
     def __init__(self) -> None:
-        self._ids: list[npt.NDArray[np.int32]] = [np.empty(0, np.int32)]
-        self._logprobs: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)]
-        self._routes: list[npt.NDArray[Any]] = []
+        self._parts: dict[str, list[npt.NDArray[Any]]] = {
+            "token_ids": [np.empty(0, np.int32)],
+            "logprobs": [np.empty(0, np.float32)],
+            "routes": [],
+        }
 
     def arrays(self) -> dict[str, Tensor]:
-        found = {"token_ids": self._ids, "logprobs": self._logprobs, "routes": self._routes}
-        return {name: torch.from_numpy(np.concatenate(x)) for name, x in found.items() if x}
+        return {name: torch.from_numpy(np.concatenate(x)) for name, x in self._parts.items() if x}
 
     def response(self, response: Response) -> dict[str, Any]:
         """Add a response. Returns the number of its tokens, and what is not an array."""
-        self._logprobs.append(response.logprobs)
+        self._parts["logprobs"].append(response.logprobs)
         record: dict[str, Any] = {
             "tokens": self._add(response.token_ids),
             "finish": response.finish,
@@ -103,12 +104,12 @@ class ResponseWriter:
             "spans": [[span.version, span.start, span.end] for span in response.spans],
         }
         if response.routes is not None:
-            self._routes.append(response.routes)
+            self._parts["routes"].append(response.routes)
             record["routes"] = len(response.routes)
         return record
 
     def _add(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> int:
-        self._ids.append(np.asarray(ids, np.int32))
+        self._parts["token_ids"].append(np.asarray(ids, np.int32))
         return len(ids)
 
 

@@ -18,10 +18,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from megavlm.data.loader import PackedBatch, holding
+from megavlm.data.loader import holding
 from megavlm.data.packs.packing import make_pack, prompt_tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
+from megavlm.data.shared_pickle import SharedPickle
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family_of
 from megavlm.inference.bodies import IN_BODY, generate_body
@@ -106,7 +107,7 @@ def bench_step(tmp_path: Path) -> None:
     trees = [prompt_tree(p, [[7] * 256] * 8, [columns(256)] * 8) for p in prompts]
     images = {image.key: image for prompt in prompts for image in prompt.images}
     patches = {key: image.patches() for key, image in images.items()}
-    packed = [PackedBatch.pack((images[key].png(), patches[key])) for key in images]
+    packed = [SharedPickle.of((images[key].png(), patches[key])) for key in images]
     before_asked = measured(partial(before_requests, packed))
     remote, asked = (measured(requests_of(prompts, is_local=local)) for local in (False, True))
     print(f"\nrank 0's share of a step: {PROMPTS_PER_STEP} prompts of an image of 1 megapixel;")
@@ -136,7 +137,7 @@ def _show(name: str, before: Cost, after: Cost) -> None:
     )
 
 
-def before_requests(packed: Sequence[PackedBatch]) -> int:
+def before_requests(packed: Sequence[SharedPickle]) -> int:
     """Take the PNG files and patches of the workers, and make the requests' texts. Returns the
     bytes sent.
     """
@@ -147,7 +148,7 @@ def requests_of(prompts: Sequence[Prompt], *, is_local: bool) -> Callable[[], in
     """Return a function that takes what the workers made, and makes the pieces that are sent; it
     returns their bytes.
     """
-    packed = [PackedBatch.pack(holding(p, "pixels" if is_local else "requests")) for p in prompts]
+    packed = [SharedPickle.of(holding(p, "pixels" if is_local else "requests")) for p in prompts]
     sampling = Sampling(temperature=1.0, max_new_tokens=256)
 
     async def send() -> int:

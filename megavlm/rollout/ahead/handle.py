@@ -15,11 +15,11 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 from megavlm.config.schema import Config
+from megavlm.data.shared_pickle import SharedPickle
 from megavlm.environments.curriculum import Curriculum
 from megavlm.inference.connect import Connection
 from megavlm.inference.errors import RolloutServerError
 from megavlm.observability.phases import Phases
-from megavlm.rollout.ahead.group_arrays import receive_groups, unpack_groups
 from megavlm.rollout.ahead.mirror import ServerStates, apply_report
 from megavlm.rollout.ahead.producer import ProducerSetup
 from megavlm.rollout.buffer import Wave
@@ -84,7 +84,7 @@ class AheadSource:
             with self._phases("rollout"):
                 self._outgoing.put(("take", least_tokens))
                 places, is_last, self.measures, packed = self._next_wave(refit)
-                groups = unpack_groups(packed)
+                groups = packed.unpack()
             yield Wave(groups[: len(places)], places, is_last, groups[len(places) :])
 
     def _next_wave(self, refit: Refit) -> tuple[Any, ...]:
@@ -163,7 +163,7 @@ class AheadSource:
                     apply_report(self._pool, message[1])
                     continue
                 if message[0] == "wave":
-                    message = (*message, receive_groups(self._pipe))
+                    message = (*message, SharedPickle.receive(self._pipe))
             except (EOFError, OSError):
                 self._incoming.put(("ended",))
                 return

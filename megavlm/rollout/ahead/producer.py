@@ -20,11 +20,13 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from megavlm.config.schema import Config
+from megavlm.data.rows import Row
+from megavlm.data.shared_pickle import SharedPickle, TensorPickler
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
 from megavlm.inference.requests import RequestLimits
@@ -32,7 +34,6 @@ from megavlm.inference.server_main import die_with
 from megavlm.parallel import platform
 from megavlm.process import allow_open_files, leave, leave_to_parent
 from megavlm.rewards.base import RewardStop
-from megavlm.rollout.ahead.group_arrays import send_groups
 from megavlm.rollout.ahead.mirror import ServerMirror
 from megavlm.rollout.engine import Engine
 from megavlm.rollout.sampler import Sampler
@@ -47,6 +48,15 @@ class ProducerSetup:
     config: Config
     limits: RequestLimits
     parent: int
+
+
+class _GroupPickler(TensorPickler):
+    """Pickler of groups whose rows leave their encoded images and videos behind."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Row) and (value.images or value.videos or value.extra):
+            return replace(value, images=(), videos=(), extra={}).__reduce_ex__(5)
+        return super().reducer_override(value)
 
 
 class Producer:
@@ -141,7 +151,8 @@ class Producer:
         if wave.is_last:
             measures, self._idle = self._engine.measures | {"servers_idle": self._idle}, 0.0
         self._connection.send(("wave", wave.places, wave.is_last, measures))
-        send_groups(self._connection, [*wave.groups, *wave.left_out], self._parent)
+        groups = SharedPickle.of([*wave.groups, *wave.left_out], _GroupPickler)
+        groups.send(self._connection, self._parent)
 
 
 def serve(connection: Connection, setup: ProducerSetup) -> bool:
