@@ -53,8 +53,8 @@ class SharedPickle:
         contents = [buffer.raw() for buffer in buffers]
         descriptor = os.memfd_create("megavlm_pickle")
         with open(descriptor, "wb", closefd=False) as file:
-            for content in (*contents, b"\0"):  # an empty file cannot be mapped
-                file.write(content)
+            file.writelines(contents)
+            file.write(b"\0")  # an empty file cannot be mapped
         return cls(skeleton.getvalue(), [content.nbytes for content in contents], descriptor)
 
     def __reduce__(self) -> tuple[Callable[..., "SharedPickle"], tuple[Any, ...]]:
@@ -67,7 +67,8 @@ class SharedPickle:
 
     @classmethod
     def receive(cls, connection: Connection) -> Self:
-        return cls(*connection.recv(), reduction.recv_handle(connection))
+        skeleton, sizes = connection.recv()
+        return cls(skeleton, sizes, reduction.recv_handle(connection))
 
     def unpack(self, *, copy: bool = False) -> Any:
         """Return the object. Its arrays are views of the shared memory, which is freed with the

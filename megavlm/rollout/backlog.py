@@ -36,7 +36,8 @@ def restored_groups(
     """
     if isinstance(state, bytes):
         arrays, values = from_bytes(state)
-        records, response = values["groups"], ResponseReader(arrays).response
+        records: Sequence[Mapping[str, Any]] = values["groups"]
+        response: Callable[[Mapping[str, Any]], Response] = ResponseReader(arrays).response
     else:  # of the release before
         records, response = state, _old_response
     return [

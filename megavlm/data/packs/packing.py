@@ -460,10 +460,10 @@ class _Forest:
         target = pad(self._target[tokens], (0, padding))
         vision_index = self._vision[tokens].nonzero().flatten()
         target_ids = token_ids[target]
-        columns = self._columns
+        columns, num_sequences = self._columns, 1
         if columns is not None:
             columns = columns.select(_between(self._targets_before, segments))
-        has_ids = columns is not None and len(target_ids)
+            num_sequences = int(columns.sequence_ids.max()) + 1 if len(target_ids) else 1
         routes = None if self._routes is None else self._routes.select(tokens)
         if routes is not None:
             routes = routes.padded(padding) if routes.is_known.any() else None
@@ -482,7 +482,7 @@ class _Forest:
             target_ids=target_ids,
             target_index=torch.arange(len(target_ids)),
             columns=columns,
-            num_sequences=int(columns.sequence_ids.max()) + 1 if has_ids else 1,
+            num_sequences=num_sequences,
             vision_index=vision_index,
             vision_runs=_runs(vision_index),
             feature_index=torch.arange(len(vision_index)),

@@ -85,6 +85,7 @@ class AheadSource:
                 self._outgoing.put(("take", least_tokens))
                 places, is_last, self.measures, packed = self._next_wave(refit)
                 groups = packed.unpack()
+                del packed  # its file would stay in memory with it
             yield Wave(groups[: len(places)], places, is_last, groups[len(places) :])
 
     def _next_wave(self, refit: Refit) -> tuple[Any, ...]:
