@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -20,6 +21,13 @@ from megavlm.config.schema import Config
 from megavlm.config.section import MISSING
 
 SECTIONS: dict[str, Any] = get_type_hints(Config)
+
+# Keys of earlier releases. They are read until the next release, with a warning.
+RENAMED: dict[str, str] = {
+    "rollout.patience": "rollout.health_check_timeout",
+}
+
+logger = logging.getLogger(__name__)
 # Keys of earlier recipes, and what to write in their place.
 MOVED = {
     "optimizer.betas": "optimizer.megatron.adam_beta1 and adam_beta2",
@@ -51,7 +59,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def build(raw: DictConfig | Mapping[str, Any]) -> Config:
     """Build the configuration from a tree of sections. Raises ValueError as `load` does."""
     raw = OmegaConf.create(dict(raw)) if not isinstance(raw, DictConfig) else raw
-    given = _plain(raw, resolve=False)
+    given = _renamed(_plain(raw, resolve=False))
     classes = {**SECTIONS, "algorithm": _algorithm(given.get("algorithm"))}
     _check_known("", given, classes)
     for name, values in given.items():
@@ -81,6 +89,23 @@ def build(raw: DictConfig | Mapping[str, Any]) -> Config:
     config = derive(config, following)
     check(config)
     return config
+
+
+def _renamed(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections with keys of earlier releases under their new names. Warns of each."""
+    sections = {
+        name: dict(values) if isinstance(values, dict) else values for name, values in given.items()
+    }
+    for old, new in RENAMED.items():
+        (section, before), key = old.split("."), new.partition(".")[2]
+        values = sections.get(section)
+        if not isinstance(values, dict) or before not in values:
+            continue
+        if key in values:
+            raise ValueError(f"{old} is the old name of {new}, and both are set: remove {old}")
+        values[key] = values.pop(before)
+        logger.warning("%s is now %s: the old name is read until the next release", old, new)
+    return sections
 
 
 def recipe_keys() -> list[str]:

@@ -147,7 +147,7 @@ class Rollout(Section):
     more groups of a step time out than it trains on, or if a request of an evaluation times
     out."""
 
-    patience: float = bounded(60, above=0)
+    health_check_timeout: float = bounded(60, above=0)
     """Seconds without an answer to a health probe and without a sign of work after which a server
     is considered hung. A server that works is busy, however long it takes: on a CPU this is
     judged by the CPU time of its processes, elsewhere by the counters of its /v1/loads. The default

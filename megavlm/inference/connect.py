@@ -81,7 +81,7 @@ def connect(
     policy = RestartPolicy(
         max_restarts=rollout.max_restarts,
         start_timeout=rollout.start_timeout,
-        patience=rollout.patience,
+        health_check_timeout=rollout.health_check_timeout,
         min_servers=rollout.min_servers,
         needs_refit=needs_refit,
     )

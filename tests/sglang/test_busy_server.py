@@ -41,7 +41,7 @@ def test_a_busy_server_lives_and_a_stopped_one_restarts(
     server = ManagedServer(
         ServerOptions(folder, dtype="float32", device="cpu"), log_path=tmp_path / "server.log"
     )
-    policy = RestartPolicy(needs_refit=False, patience=5.0)
+    policy = RestartPolicy(needs_refit=False, health_check_timeout=5.0)
     with ServerPool([ServerHandle.managed(server)], policy, log=lines.append) as pool:
         url, was_busy = server.url, threading.Event()
 
@@ -67,4 +67,4 @@ def test_a_busy_server_lives_and_a_stopped_one_restarts(
             time.sleep(0.1)
         assert pool.record(url).state is State.HEALTHY
     (death,) = (line for line in lines if "died" in line)
-    assert "is busy" in lines[0] and "rollout.patience" in death and "restarts" in death
+    assert "is busy" in lines[0] and "rollout.health_check_timeout" in death and "restarts" in death

@@ -11,7 +11,11 @@ from tests.fakes.server import FakeServer
 from tests.support.timeouts import scaled
 
 POLICY = RestartPolicy(
-    max_restarts=2, back_off=0.1, patience=0.1, max_failures=2, start_timeout=scaled(180)
+    max_restarts=2,
+    back_off=0.1,
+    health_check_timeout=0.1,
+    max_failures=2,
+    start_timeout=scaled(180),
 )
 
 

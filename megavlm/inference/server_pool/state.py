@@ -66,18 +66,18 @@ class RestartPolicy:
 
     max_restarts: Maximum restarts of a managed server; the counter resets after `reset_after`
     healthy seconds. back_off: Pause before the first restart; it doubles with each restart.
-    patience: Time after which a suspect server that answers no probe and shows no work counts as
-    dead. max_failures: Probes in a row that find nothing at its address, after which a server
-    counts as dead. start_timeout: Time to become healthy; also the absence after which an external
-    server no longer counts for min_servers. max_missed: Failed pushes in a row after which a server
-    is given up. max_mismatches: Pushes with wrong checksums, among these, after which a server is
-    given up. min_servers: Fewest servers with which a run continues. needs_refit: If true, a
-    started server gets requests only after a push.
+    health_check_timeout: Time after which a suspect server that answers no probe and shows no work
+    counts as dead. max_failures: Probes in a row that find nothing at its address, after which a
+    server counts as dead. start_timeout: Time to become healthy; also the absence after which an
+    external server no longer counts for min_servers. max_missed: Failed pushes in a row after which
+    a server is given up. max_mismatches: Pushes with wrong checksums, among these, after which a
+    server is given up. min_servers: Fewest servers with which a run continues. needs_refit: If
+    true, a started server gets requests only after a push.
     """
 
     max_restarts: int = 3
     back_off: float = 2.0
-    patience: float = 60.0
+    health_check_timeout: float = 60.0
     max_failures: int = 3
     reset_after: float = 600.0
     start_timeout: float = 300.0
@@ -225,9 +225,10 @@ def _probe_failed(
 ) -> tuple[ServerRecord, Action]:
     if record.state not in ANSWERING:
         return record, Action.NOTHING
-    if record.state is State.SUSPECT and now - record.since >= policy.patience:
+    if record.state is State.SUSPECT and now - record.since >= policy.health_check_timeout:
         why = (
-            f"no answer and no sign of work for {policy.patience:g} s (rollout.patience; if it "
+            f"no answer and no sign of work for {policy.health_check_timeout:g} s "
+            f"(rollout.health_check_timeout; if it "
             f"only had too much to do, raise that or lower rollout.concurrency): {reason}"
         )
         return _died(record, why, now, policy)

@@ -9,7 +9,7 @@ import pytest
 
 from megavlm.config.algorithm import GRPO, SFT
 from megavlm.config.dump import changes, code_of, to_yaml, write
-from megavlm.config.load import load
+from megavlm.config.load import RENAMED, load
 from megavlm.config.optimizer import Optimizer
 from megavlm.config.recipe import naming_files
 from megavlm.config.run import RunConfig
@@ -314,3 +314,18 @@ def test_changes_since_the_last_start_are_named(tmp_path: Path) -> None:
     ):
         assert change in found
     assert not [change for change in found if not change.startswith(("optimizer", "algorithm"))]
+
+
+@pytest.mark.parametrize(("old", "new"), sorted(RENAMED.items()))
+def test_a_renamed_key_keeps_its_old_name_for_one_release(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, old: str, new: str
+) -> None:
+    section, _, key = new.partition(".")
+    value = {"streaming": "true", "on_timeout": "drop", "pause_mode": "retract"}.get(key, "7.0")
+    path = recipe(tmp_path, REQUIRED)
+    by_old_name = load(path, [f"{old}={value}"])
+    assert caplog.messages == [f"{old} is now {new}: the old name is read until the next release"]
+    assert by_old_name == load(path, [f"{new}={value}"])
+    assert getattr(getattr(by_old_name, section), key) != getattr(getattr(load(path), section), key)
+    with pytest.raises(ValueError, match=f"{old} is the old name of {new}, and both are set"):
+        load(path, [f"{old}={value}", f"{new}={value}"])

@@ -36,46 +36,55 @@ def test_a_managed_server_is_busy_while_it_computes_and_restarts_when_it_is_stop
     server = ManagedServer(
         ServerOptions("m", dtype="float32", device="cpu"), log_path=tmp_path / "log"
     )
-    policy = replace(POLICY, patience=3.0)
+    policy = replace(POLICY, health_check_timeout=3.0)
     with ServerPool([ServerHandle.managed(server)], policy, log=lines.append) as pool:
         push(pool, 1)
         pool.request_failed(server.url, "timed out")
         began = time.monotonic()
-        wait_for(lambda: pool.record(server.url).since > began + policy.patience)
+        wait_for(lambda: pool.record(server.url).since > began + policy.health_check_timeout)
         record = pool.record(server.url)
         assert record.state is State.SUSPECT and record.busy and record.version == "1"
         assert len(lines) == 1 and "busy" in lines[0] and "rollout.concurrency" in lines[0]
         assert server._process is not None
         os.killpg(server._process.pid, signal.SIGSTOP)
         wait_for(lambda: state(pool, server.url) is State.STALE)  # it has restarted
-    assert "died" in lines[1] and "no sign of work for 3 s (rollout.patience" in lines[1]
+    assert (
+        "died" in lines[1] and "no sign of work for 3 s (rollout.health_check_timeout" in lines[1]
+    )
 
 
 def test_an_external_server_is_busy_while_its_counters_change() -> None:
     lines: list[str] = []
-    policy = replace(POLICY, patience=0.3)
+    policy = replace(POLICY, health_check_timeout=0.3)
     with FakeServer() as fake, external(fake, policy=policy, log=lines.append) as pool:
         push(pool, 1)
         fake.works = True
         fake.ill.set()
         pool.request_failed(fake.url, "timed out")
         began = time.monotonic()
-        wait_for(lambda: pool.record(fake.url).since > began + policy.patience)
+        wait_for(lambda: pool.record(fake.url).since > began + policy.health_check_timeout)
         assert state(pool, fake.url) is State.SUSPECT and pool.record(fake.url).busy
         fake.works = False
         wait_for(lambda: state(pool, fake.url) is State.DEAD)
-    assert "is busy" in lines[0] and "is away" in lines[1] and "rollout.patience" in lines[1]
+    assert (
+        "is busy" in lines[0]
+        and "is away" in lines[1]
+        and "rollout.health_check_timeout" in lines[1]
+    )
 
 
 def test_an_external_server_without_counters_has_the_patience_alone() -> None:
-    with FakeServer() as fake, external(fake, policy=replace(POLICY, patience=0.3)) as pool:
+    with (
+        FakeServer() as fake,
+        external(fake, policy=replace(POLICY, health_check_timeout=0.3)) as pool,
+    ):
         push(pool, 1)
         fake.refused = {"/v1/loads?include=core": set(range(1000))}
         fake.ill.set()
         began = time.monotonic()
         pool.request_failed(fake.url, "timed out")
         wait_for(lambda: state(pool, fake.url) is State.DEAD)
-        assert time.monotonic() - began >= 0.3, "its patience"
+        assert time.monotonic() - began >= 0.3, "its health_check_timeout"
         assert not pool.record(fake.url).busy
 
 

@@ -89,7 +89,7 @@ def test_an_external_server_must_be_as_the_run_needs_it(
 def test_an_answer_in_another_form_is_no_sign_of_life(fault: Any) -> None:
     with FakeServer() as fake:
         fake.faults = {("/server_info", 1): fault, ("/model_info", 1): "wrong form"}
-        with external(fake, policy=replace(POLICY, patience=60.0)) as pool:
+        with external(fake, policy=replace(POLICY, health_check_timeout=60.0)) as pool:
             push(pool, 1)
             pool.resting = True  # so that the version is asked for
             pool.request_failed(fake.url, "timed out")

@@ -18,7 +18,12 @@ from megavlm.inference.server_pool.state import (
 )
 
 POLICY = RestartPolicy(
-    max_restarts=2, back_off=1.0, patience=30, max_failures=3, reset_after=100, start_timeout=50
+    max_restarts=2,
+    back_off=1.0,
+    health_check_timeout=30,
+    max_failures=3,
+    reset_after=100,
+    start_timeout=50,
 )
 
 
@@ -55,7 +60,10 @@ def test_a_failed_request_is_a_suspicion_that_a_probe_settles() -> None:
     assert run(suspect, (EventKind.ANSWERED, 4.0)).routable("7")
     assert run(suspect, (EventKind.PROBE_FAILED, 32.9)).state is State.SUSPECT
     dead = run(suspect, (EventKind.PROBE_FAILED, 4.0), (EventKind.PROBE_FAILED, 33.0))
-    assert dead.state is State.DEAD and "no sign of work for 30 s (rollout.patience" in dead.reason
+    assert (
+        dead.state is State.DEAD
+        and "no sign of work for 30 s (rollout.health_check_timeout" in dead.reason
+    )
 
 
 def test_patience_begins_when_the_first_probe_fails() -> None:

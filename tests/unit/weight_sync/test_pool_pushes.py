@@ -35,7 +35,7 @@ from tests.unit.weight_sync.test_sync_faults import ENTRIES, SHAPES, TRAINED, Mo
 
 @contextmanager
 def pool_of(lines: list[str], *urls: str, start_timeout: float = 60.0) -> Iterator[ServerPool]:
-    policy = RestartPolicy(patience=0.1, max_failures=2, start_timeout=start_timeout)
+    policy = RestartPolicy(health_check_timeout=0.1, max_failures=2, start_timeout=start_timeout)
     supervisor.TICK = 0.02  # type: ignore[misc]
     with ServerPool([ServerHandle(url) for url in urls], policy=policy, log=lines.append) as pool:
         yield pool
