@@ -140,7 +140,7 @@ class Rollout(Section):
     more for each token that it may sample: 3,277 s more for `rollout.max_new_tokens` of 32,768.
     Requests for responses and for weight updates are retried."""
 
-    timed_out: Literal["fail", "drop", "requeue"] = "fail"
+    on_timeout: Literal["fail", "drop", "requeue"] = "fail"
     """Handling of a training group whose request times out in all four attempts. `fail` ends the
     run, which can resume from its last checkpoint. `drop` leaves the group out, and `requeue` asks
     its prompt again in a later step; the step uses another prompt instead. The run still ends if

@@ -370,7 +370,7 @@ class GenerationBatch:
         """Leave the groups of a request empty, and raise RequestTimedOut in the episodes that asked
         for it.
         """
-        logger.warning("left out as rollout.timed_out says: %s", reason)
+        logger.warning("left out as rollout.on_timeout says: %s", reason)
         for place in request.places:
             self.groups[place].clear()
             if place in self._asked:

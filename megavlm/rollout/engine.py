@@ -31,7 +31,7 @@ def window_of(config: Config) -> Window:
         staleness=rollout.max_staleness,
         order="oldest" if rollout.oversample > 1 else "drawn",
         rounds=algorithm.dynamic_sampling,
-        requeue=rollout.timed_out == "requeue",
+        requeue=rollout.on_timeout == "requeue",
     )
 
 
@@ -103,7 +103,7 @@ class Engine:
             sampling=self._sampling,
             accepts=self._accepts,
             refit=self._refit if self._pushes else None,
-            skip_timed_out=self._config.rollout.timed_out != "fail",
+            skip_timed_out=self._config.rollout.on_timeout != "fail",
         )
         self._run(self._episodes.play(groups, generate, lambda group: self._played(items[group])))
 
@@ -123,7 +123,7 @@ class Engine:
             self.measures = self._stream.measures
             if self._buffer.window.staleness:
                 self.measures["dropped_groups"] = float(dropped)
-            if self._config.rollout.timed_out != "fail":
+            if self._config.rollout.on_timeout != "fail":
                 self.measures["timed_out_groups"] = float(lost)
         return wave
 

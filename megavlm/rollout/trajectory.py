@@ -112,7 +112,7 @@ class Group:
 
     responses: First-turn responses sampled so far: empty, or one per episode. Some may be aborted,
     to be continued by a later step. timed_out: True if a request of an episode was given up
-    (rollout.timed_out), so that not all episodes are played. step: Training step at which the
+    (rollout.on_timeout), so that not all episodes are played. step: Training step at which the
     episodes were first started; the seeds of their environments are computed from it. stage:
     Curriculum stage of the episodes. awaits_reward: True until rewards of the whole group are
     added. awaits_teacher: True until a teacher has scored the responses. tree: Parts of the tree of

@@ -8,7 +8,7 @@ steps' worth of prompts are started and not yet trained on. A step gets the grou
 were drawn first: the producer waits for a slow response and does not leave it out, so there is no
 bias towards short responses, and no group is older than max_staleness steps. A group that is older
 anyway, for example after a resume with a lower max_staleness, is dropped and counted. So is a group
-whose request times out (rollout.timed_out).
+whose request times out (rollout.on_timeout).
 
 With rollout.oversample above 1, groups that are played are handed over before slower ones that were
 drawn earlier (partial rollouts). Fewer prompts are started then, so that a slow group has several

@@ -326,7 +326,7 @@ def test_a_slow_group_is_overtaken_until_it_would_be_too_old(config: Config, fak
 
 @pytest.mark.usefixtures("in_thread")
 def test_a_group_whose_requests_time_out_is_asked_again(config: Config, fake: Any) -> None:
-    config = replace(config, rollout=replace(config.rollout, timed_out="requeue"))
+    config = replace(config, rollout=replace(config.rollout, on_timeout="requeue"))
     rows = order(config, 4 * SIZE)
     lost, hung, answer = rows[1], [], fake.answer
     problems = Rows(config.data.train_files, config.data)
@@ -357,7 +357,7 @@ def test_a_group_whose_requests_time_out_is_asked_again(config: Config, fake: An
 
 @pytest.mark.usefixtures("in_thread")
 def test_a_step_in_which_everything_times_out_ends_the_run(config: Config, fake: Any) -> None:
-    config = replace(config, rollout=replace(config.rollout, timed_out="requeue"))
+    config = replace(config, rollout=replace(config.rollout, on_timeout="requeue"))
     fake.held = {fake.first_id}
     with external(fake) as pool:
         push(pool, 0, (fake,))
