@@ -385,6 +385,6 @@ _RULES: dict[str, Callable[[Config], Any]] = {
     "optimizer.warmup_steps": lambda config: min(config.algorithm.policy_steps // 8, 20),
     "data.pack_tokens": _pack_tokens,
     "environment.tool_timeout": lambda config: config.environment.timeout / 2,
-    "rollout.pause": lambda config: "in_place" if config.rollout.is_stale else "abort",
+    "rollout.pause_mode": lambda config: "in_place" if config.rollout.is_stale else "abort",
     "rollout.sync": lambda config: "distributed" if config.rollout.mode == "external" else "tensor",
 }

@@ -173,7 +173,7 @@ class Rollout(Section):
     loader. Null uses `distributed` for `rollout.mode=external`, whose servers may be on other
     machines, and `tensor` otherwise."""
 
-    pause: Literal["abort", "retract", "in_place"] = follows("abort")
+    pause_mode: Literal["abort", "retract", "in_place"] = follows("abort")
     """Handling of requests in flight when weights are updated. `abort` ends them, which takes
     SGLang a second; `retract` recomputes their cache with the new weights; `in_place` continues
     with the cache that the old weights computed. Null uses `in_place` if `rollout.max_staleness` is

@@ -74,7 +74,7 @@ class SyncCoordinator:
             refitted = [x.url for x in servers.live if full or x.needs_all]
             # Adapters are loaded while a server generates; only base weights need a pause.
             loading = refitted if self._adapter_config else [x.url for x in servers.live]
-            pause = {"mode": self._settings.pause}
+            pause = {"mode": self._settings.pause_mode}
             servers.request_each("/pause_generation", dict.fromkeys(loading, pause))
             if self._settings.flush_aborted:
                 servers.request_each(FLUSH, {url: {} for url in loading})

@@ -17,7 +17,7 @@ class SyncSettings:
     """Settings of a run's weight updates.
 
     dtype: The dtype of the servers' weights. num_kv_heads, tied_embeddings, linear_rows: Properties
-    of the language model; see ServerLayout. pause: SGLang's pause mode (abort, retract or
+    of the language model; see ServerLayout. pause_mode: SGLang's pause mode (abort, retract or
     in_place). flush_aborted: True if requests are in flight during an update that aborts them. They
     are sent again before the client knows the new version, and would find what the old weights
     cached under the name of the old version. timeout: Seconds for a request to a server, and for a
@@ -30,7 +30,7 @@ class SyncSettings:
     num_kv_heads: int = 1
     tied_embeddings: bool = False
     linear_rows: tuple[int, int] | None = None
-    pause: str = "abort"
+    pause_mode: str = "abort"
     flush_aborted: bool = False
     timeout: float = 300.0
     bucket_bytes: int = CPU_PORTION

@@ -46,7 +46,7 @@ def test_agents_play_ahead_of_training(world: World) -> None:
     recipe = world.recipe(
         "agent_ahead",
         **{**SECTIONS, "algorithm": {**SECTIONS["algorithm"], "steps": 3}},
-        rollout={"max_new_tokens": 64, "max_staleness": 1, "pause": "abort"},
+        rollout={"max_new_tokens": 64, "max_staleness": 1, "pause_mode": "abort"},
     )
     done = world.megavlm("train", recipe)
     assert done.returncode == 0, done.stderr

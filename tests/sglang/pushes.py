@@ -132,7 +132,7 @@ def make_sync(
             num_kv_heads=heads,
             tied_embeddings=config.tie_word_embeddings,
             linear_rows=linear_rows(config.text_config),
-            pause=pause,
+            pause_mode=pause,
             timeout=TIMEOUT,
             bucket_bytes=2**19,
             fp8=trainer.fp8,

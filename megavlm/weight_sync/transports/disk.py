@@ -104,7 +104,7 @@ class DiskTransport:
                 body = {
                     "model_path": str((ready / name).resolve()),
                     "load_format": "safetensors",
-                    "flush_cache": sending.settings.pause == "retract",
+                    "flush_cache": sending.settings.pause_mode == "retract",
                 }
                 servers.request_each("/update_weights_from_disk", dict.fromkeys(urls, body))
         expected = {}

@@ -63,7 +63,7 @@ class ServerRequests:
                 "weight_version": attempt.version,
                 # Requests name the version of their prefixes, so that old ones are not reused.
                 # Only retracted requests keep the name of the old version.
-                "flush_cache": sending.settings.pause == "retract",
+                "flush_cache": sending.settings.pause_mode == "retract",
             }
             future = pool.submit(sending.servers.request, url, UPDATE, body, timeout=limit)
             requests[future] = url

@@ -432,7 +432,7 @@ KEPT = [
         "rollout.suppress_special_tokens=false",
     ),
     ("rollout.overlap=true", "rollout.max_staleness=2", "rollout.oversample=2.5"),
-    ("rollout.max_staleness=2", "rollout.pause=retract"),
+    ("rollout.max_staleness=2", "rollout.pause_mode=retract"),
     (SFT, "rollout.max_staleness=1", "rollout.colocate=true"),
     (SFT, "rollout.overlap=true", "rollout.colocate=true"),
     ("rollout.overlap=true", "rollout.max_staleness=1"),

@@ -209,7 +209,7 @@ def test_a_response_that_a_push_aborts_is_continued_and_waited_for(
             wait_for(lambda: num_asked(fake) == 2 * SIZE)
             assert not taken
             push(pool, 1, (fake,))
-            fake.aborted.set()  # as a push does with rollout.pause=abort
+            fake.aborted.set()  # as a push does with rollout.pause_mode=abort
             thread.join()
         finally:
             producer.close()
@@ -248,7 +248,7 @@ def test_a_run_that_is_killed_trains_on_every_prompt_once(config: Config, fake: 
 
 @pytest.mark.usefixtures("in_thread")
 def test_requests_name_their_version_where_a_push_keeps_prefixes(config: Config, fake: Any) -> None:
-    config = replace(config, rollout=replace(config.rollout, pause="in_place"))
+    config = replace(config, rollout=replace(config.rollout, pause_mode="in_place"))
     with external(fake) as pool:
         producer = started(config, pool)
         for version in range(2):

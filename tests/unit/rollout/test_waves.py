@@ -40,7 +40,7 @@ ANY = 1  # tokens of a wave
 @pytest.fixture
 def waves(config: Config) -> Config:
     algorithm = replace(config.algorithm, prompts_per_step=SIZE)
-    rollout = replace(config.rollout, overlap=True, max_staleness=0, pause="abort")
+    rollout = replace(config.rollout, overlap=True, max_staleness=0, pause_mode="abort")
     return replace(config, algorithm=algorithm, rollout=rollout)
 
 

@@ -91,7 +91,9 @@ def pushes(
         SyncPlan(ENTRIES, TrainerRanks(Layout(tensor=size), size), frozenset({1, 2, 3})),
         [Model()],  # type: ignore[list-item]  # of a MegatronModule only what a push needs
         TensorTransport(timeout=scaled(30)) if folder is None else DiskTransport(folder),
-        SyncSettings(torch.float32, bucket_bytes=100, pause=pause, flush_aborted=flush_aborted),
+        SyncSettings(
+            torch.float32, bucket_bytes=100, pause_mode=pause, flush_aborted=flush_aborted
+        ),
         receivers=receivers,
     )
     errors, report = [], None
