@@ -59,7 +59,7 @@ class Estimator:
     whiten: the trainer normalises its advantages over all tokens of the step (whitening.py).
     needs_group: it compares the responses to a prompt, so a single response has no advantage.
     within_groups: before any whitening, the advantages of a group depend on that group only, so
-    that they can be computed before other groups are complete (rollout.overlap).
+    that they can be computed before other groups are complete (rollout.streaming).
     of_turns: where only the last token of a turn has a reward, all tokens of the turn have one
     advantage. The trainer may then give it a single token for each part of a turn: each part has
     one reward and one advantage, shared by its tokens.

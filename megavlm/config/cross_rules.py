@@ -142,7 +142,7 @@ def _check_curriculum(config: Config) -> None:
 
 def _check_staleness(config: Config) -> None:
     """Check what goes on over a weight push (rollout.max_staleness, rollout.oversample) or while
-    the trainer trains (rollout.overlap, too).
+    the trainer trains (rollout.streaming, too).
     """
     rollout, algorithm = config.rollout, config.algorithm
     if not isinstance(algorithm, PolicyOptimization):
@@ -159,13 +159,14 @@ def _check_staleness(config: Config) -> None:
             "algorithm.importance=none does not correct: set algorithm.importance=token with "
             "algorithm.old_logprobs=trainer, or rollout.max_staleness=0"
         )
-    if rollout.overlap and rollout.colocate:
+    if rollout.streaming and rollout.colocate:
         raise ValueError(
-            "rollout.overlap=true trains while the servers generate, but rollout.colocate=true has "
+            "rollout.streaming=true trains while the servers generate, but rollout.colocate=true "
+            "has "
             "them take turns on the same GPUs: set one of them to false"
         )
     if rollout.is_ahead and rollout.router is not None:
-        key, off = (key, 0) if rollout.max_staleness else ("rollout.overlap=true", "false")
+        key, off = (key, 0) if rollout.max_staleness else ("rollout.streaming=true", "false")
         raise ValueError(
             f"{key} sends requests to servers that have taken the last push, but "
             f"rollout.router={rollout.router} hides them: set rollout.router=null or "

@@ -24,6 +24,7 @@ SECTIONS: dict[str, Any] = get_type_hints(Config)
 
 # Keys of earlier releases. They are read until the next release, with a warning.
 RENAMED: dict[str, str] = {
+    "rollout.overlap": "rollout.streaming",
     "rollout.pause": "rollout.pause_mode",
     "rollout.timed_out": "rollout.on_timeout",
     "rollout.patience": "rollout.health_check_timeout",

@@ -113,14 +113,14 @@ class Rollout(Section):
     `rollout.colocate` they take turns all the same: set 1 and `rollout.oversample`, so that steps
     need not wait for slow responses, which are aborted and go on in the next step."""
 
-    overlap: bool = False
-    """Work on the groups of a step as they arrive, in waves, while the servers generate the others.
-    A wave has enough tokens for a round of packs on every data rank. Its images are encoded and its
-    log-probs computed at once, and the gradient of the step's first update accumulates over the
-    waves; the loss is divided by the number of tokens or sequences at the end. The result is that
-    of a step without waves, up to rounding, and no token is stale. It pays where trainer and
-    servers have GPUs of their own. False repeats a run bit by bit: with true, the order of sums is
-    the order of arrival."""
+    streaming: bool = False
+    """Work on the groups of a step as they arrive, in a stream of batches, while the servers
+    generate the others. A streamed batch has enough tokens for a round of packs on every data rank.
+    Its images are encoded and its log-probs computed at once, and the gradient of the step's first
+    update accumulates over the streamed batches; the loss is divided by the number of tokens or
+    sequences at the end. The result is that of a step without streaming, up to rounding, and no
+    token is stale. It pays where trainer and servers have GPUs of their own. False repeats a run
+    bit by bit: with true, the order of sums is the order of arrival."""
 
     replay: str | None = None
     """Folder of recorded rollouts to train on: RUN_DIR/rollouts of a run with
@@ -207,7 +207,7 @@ class Rollout(Section):
     @property
     def is_ahead(self) -> bool:
         """True if responses are generated while the trainer trains, by a process of their own."""
-        return (self.max_staleness > 0 or self.overlap) and not self.colocate
+        return (self.max_staleness > 0 or self.streaming) and not self.colocate
 
     @property
     def is_stale(self) -> bool:

@@ -2,9 +2,9 @@
 
 FLOPs come from `models.cost` and the output layer, bytes from the weight-sync plan and the layout,
 the rollout from `capacity.serving`. Nothing is assumed to overlap, except rollouts and training
-where `rollout.max_staleness` is above 0, and what is done early with `rollout.overlap`. `Rates` has
-the assumptions about the hardware. Not covered: rewards, data, scattering of packs, copies of the
-reference's weights except for each wave of groups, and a separate critic.
+where `rollout.max_staleness` is above 0, and what is done early with `rollout.streaming`. `Rates`
+has the assumptions about the hardware. Not covered: rewards, data, scattering of packs, copies of
+the reference's weights except for each streamed batch of groups, and a separate critic.
 """
 
 import math
@@ -34,7 +34,7 @@ from megavlm.planner.work import StepWork
 from megavlm.training.step.balance import TreeSize
 from megavlm.training.step.pack_plan import Schedule, costs_of, plan_packs
 from megavlm.training.step.step_plan import schedule_of
-from megavlm.training.waves import done_early, wave_tokens
+from megavlm.training.streaming import stream_batch_tokens, streaming_mode
 from megavlm.weight_sync.ownership import numel
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports.disk import BUCKET
@@ -72,7 +72,7 @@ class StepModel:
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase, and of the step as `total`: their sum, or with
         `rollout.max_staleness` the longer of rollout and training, and the sync. With
-        `rollout.overlap` some of the training is done during the rollout.
+        `rollout.streaming` some of the training is done during the rollout.
         """
         training = self.training()
         phases = {"rollout": self.rollout, **training, "sync": self._sync()}
@@ -83,7 +83,7 @@ class StepModel:
         if rollout.is_stale:
             total -= min(self.rollout, total - self.rollout - phases["sync"])
         elif early := self.early():
-            total += self.waves_end(early) - self.rollout - early
+            total += self.stream_end(early) - self.rollout - early
         return phases | {"total": total}
 
     def training(self) -> dict[str, float]:
@@ -100,23 +100,29 @@ class StepModel:
         }
 
     def early(self) -> float:
-        """Return the seconds of the training that is done in waves; see `done_early`."""
-        how, algorithm, training = done_early(self._config), self._config.algorithm, self.training()
+        """Return the seconds of the training that is done in a stream of batches; see
+        `streaming_mode`.
+        """
+        how, algorithm, training = (
+            streaming_mode(self._config),
+            self._config.algorithm,
+            self.training(),
+        )
         assert isinstance(algorithm, PolicyOptimization)
         if how == "nothing":
             return 0.0
         update = self._passes() / algorithm.minibatches if how == "gradients" else 0.0
         return sum(training.values()) - training["update"] + update
 
-    def waves_end(self, early: float) -> float:
-        """Return the seconds from the start of the rollout to the end of the last wave. early:
-        Seconds of all waves' work, as balanced as a minibatch.
+    def stream_end(self, early: float) -> float:
+        """Return the seconds from the start of the rollout to the end of the last streamed batch.
+        early: Seconds of all streamed batches' work, as balanced as a minibatch.
         """
         algorithm, step = self._config.algorithm, self.step
         assert isinstance(algorithm, PolicyOptimization)
         ends = self.server.group_seconds(step, self.prompts_per_server)
         arrivals = sorted(ends * self._num_servers)[-step.prompts :]
-        least = -(-wave_tokens(self._config, self._data_size) * step.prompts // step.tokens)
+        least = -(-stream_batch_tokens(self._config, self._data_size) * step.prompts // step.tokens)
         # The reference's weights are loaded, and the policy's saved and loaded.
         copied = 3 * max(stage.weights for stage in self.memory.stages) / self.rates.host
         overhead = 0.0 if self._config.lora.rank or not algorithm.kl_coefficient else copied

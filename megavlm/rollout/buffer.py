@@ -11,7 +11,7 @@ T = TypeVar("T")  # a group
 
 
 @dataclass(frozen=True)
-class Wave(Generic[T]):
+class StreamBatch(Generic[T]):
     """Groups of a step that are handed over together.
 
     places: Place of each group among the groups that the step trains on, in the order in which
@@ -19,8 +19,8 @@ class Wave(Generic[T]):
     Groups that the step sampled and does not train on (dynamic sampling).
 
     Example, a step of four groups of which b and d are the first to be played:
-        Wave([b, d], places=[1, 3], is_last=False)
-        Wave([a, c], places=[0, 2], is_last=True)
+        StreamBatch([b, d], places=[1, 3], is_last=False)
+        StreamBatch([a, c], places=[0, 2], is_last=True)
     """
 
     groups: Sequence[T]
@@ -73,7 +73,7 @@ class Started(Generic[T]):
 
 class GroupBuffer(Generic[T]):
     """Groups that were started and not trained on. `begin` begins a step, which ends with the last
-    wave that `take` returns. A prompt starts only when `allow` says so.
+    streamed batch that `take` returns. A prompt starts only when `allow` says so.
     """
 
     def __init__(self, window: Window) -> None:
@@ -128,15 +128,16 @@ class GroupBuffer(Generic[T]):
             self._kept.append(prompt)
         return self._lost
 
-    def take(self, least_tokens: int | None = None) -> Wave[T] | None:
+    def take(self, least_tokens: int | None = None) -> StreamBatch[T] | None:
         """Return the next groups of the step, or None until there are enough.
 
-        least_tokens: Tokens of a wave that is not the step's last; None takes the whole step at
-        once. Groups without signal wait for the last wave, which takes as many as are needed.
+        least_tokens: Tokens of a streamed batch that is not the step's last; None takes the whole
+        step at once. Groups without signal wait for the last streamed batch, which takes as many as
+        are needed.
         """
         assert self._places, "a step has begun"
         chosen = self._choose()
-        if len(chosen) < len(self._places) and not self._is_wave(chosen, least_tokens):
+        if len(chosen) < len(self._places) and not self._is_batch(chosen, least_tokens):
             return None
         for place, item in chosen.items():
             self._started.remove(item)
@@ -154,10 +155,10 @@ class GroupBuffer(Generic[T]):
         if is_last:
             self._ready |= zip(sorted(self._free), self._flat, strict=False)
             self._waiting, self._kept = self._waiting + self._kept, []
-        elif not self._is_wave({}, least_tokens):
+        elif not self._is_batch({}, least_tokens):
             return None
         places, ready, self._ready = sorted(self._ready), self._ready, {}
-        return Wave(
+        return StreamBatch(
             [ready[place].group for place in places],
             places,
             is_last,
@@ -215,7 +216,7 @@ class GroupBuffer(Generic[T]):
                 return False
         return True
 
-    def _is_wave(self, more: dict[int, Started[T]], least_tokens: int | None) -> bool:
+    def _is_batch(self, more: dict[int, Started[T]], least_tokens: int | None) -> bool:
         tokens = sum(item.tokens or 0 for item in [*self._ready.values(), *more.values()])
         return least_tokens is not None and tokens >= least_tokens
 

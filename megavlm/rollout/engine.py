@@ -14,7 +14,7 @@ from megavlm.config.schema import Config
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.protocol import Response
 from megavlm.rollout.backlog import backlog_state, restored_groups
-from megavlm.rollout.buffer import GroupBuffer, Started, Wave, Window
+from megavlm.rollout.buffer import GroupBuffer, Started, StreamBatch, Window
 from megavlm.rollout.groups import has_signal
 from megavlm.rollout.sampler import Sampler, at_version
 from megavlm.rollout.staleness import oldest_version
@@ -37,7 +37,7 @@ def window_of(config: Config) -> Window:
 
 class Engine:
     """Plays groups in the client's asyncio runner. A step is `begin`, `start` of the prompts that
-    it returns, and `take` until the last wave.
+    it returns, and `take` until the last streamed batch.
 
     measures: Metrics of the last step that was taken, under their names in
     observability/metrics.py.
@@ -107,25 +107,25 @@ class Engine:
         )
         self._run(self._episodes.play(groups, generate, lambda group: self._played(items[group])))
 
-    async def take(self, least_tokens: int | None = None) -> Wave[Group]:
+    async def take(self, least_tokens: int | None = None) -> StreamBatch[Group]:
         """Wait for the step's next groups; see GroupBuffer.take. Raises the errors of rollouts."""
         while True:
             self._changed.clear()
             if self._error is not None:
                 raise self._error
-            wave = self._buffer.take(least_tokens)
+            streamed = self._buffer.take(least_tokens)
             self._start_allowed()
-            if wave is not None:
+            if streamed is not None:
                 break
             await self._changed.wait()
-        if wave.is_last:
+        if streamed.is_last:
             dropped, lost = self._buffer.take_counts()
             self.measures = self._stream.measures
             if self._buffer.window.staleness:
                 self.measures["dropped_groups"] = float(dropped)
             if self._config.rollout.on_timeout != "fail":
                 self.measures["timed_out_groups"] = float(lost)
-        return wave
+        return streamed
 
     async def pause(self) -> None:
         """Abort what is generated, so that the servers are idle until the next step begins; it goes

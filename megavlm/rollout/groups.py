@@ -50,7 +50,7 @@ def policy_trees(
     groups; see `units_of`. has_teacher: If true, the columns have a teacher's log-probs. A skipped
     episode has zero loss weights, and does not affect the advantages of others.
     """
-    if not groups:  # a wave may have none of a minibatch
+    if not groups:  # a streamed batch may have none of a minibatch
         return []
     episodes = [episode for group in groups for episode in group.episodes]
     lengths, counted = _counted(groups, settings)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megavlm.environments.curriculum import Curriculum
 from megavlm.observability.phases import Phases
-from megavlm.rollout.buffer import Wave
+from megavlm.rollout.buffer import StreamBatch
 from megavlm.rollout.engine import Engine
 from megavlm.rollout.sampler import Refit, Sampler
 from megavlm.rollout.trajectory import Group
@@ -19,9 +19,9 @@ class LocalSource(Engine):
         self._curriculum, self._phases = curriculum, phases
         self._push_weights: Refit | None = None  # of the step
 
-    def waves(
+    def stream(
         self, version: int, refit: Refit | None, least_tokens: int | None = None
-    ) -> Iterator[Wave[Group]]:
+    ) -> Iterator[StreamBatch[Group]]:
         run, self._push_weights, is_last = self._client.runner.run, refit, False
         with self._phases("data"):
             stage = self._curriculum.stage(version)
@@ -30,10 +30,10 @@ class LocalSource(Engine):
             run(self.start(drawn))
         while not is_last:
             with self._phases("rollout"):
-                wave = run(self.take(least_tokens))
-                if is_last := wave.is_last:
+                streamed = run(self.take(least_tokens))
+                if is_last := streamed.is_last:
                     run(self.pause())
-            yield wave
+            yield streamed
 
     async def _push(self) -> None:
         assert self._push_weights is not None

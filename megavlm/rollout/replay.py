@@ -6,7 +6,7 @@ from typing import Any
 from megavlm.config.algorithm import PolicyOptimization, replays_routing
 from megavlm.observability.phases import Phases
 from megavlm.rollout.backlog import backlog_state
-from megavlm.rollout.buffer import Wave
+from megavlm.rollout.buffer import StreamBatch
 from megavlm.rollout.recorded import RecordedRollouts
 from megavlm.rollout.sampler import Refit, Sampler
 from megavlm.rollout.trajectory import Group
@@ -23,10 +23,10 @@ class ReplaySource:
         self._backlog = backlog_state([])
         self.measures: dict[str, float] = {}
 
-    def waves(
+    def stream(
         self, version: int, refit: Refit | None, least_tokens: int | None = None
-    ) -> Iterator[Wave[Group]]:
-        """Yield the recorded step as one wave; the groups that were trained on come first. Raises
+    ) -> Iterator[StreamBatch[Group]]:
+        """Yield the recorded step as one batch; the groups that were trained on come first. Raises
         ValueError as RecordedRollouts.load does, and if the step has too few groups or lacks the
         experts of algorithm.routing_replay.
         """
@@ -49,7 +49,7 @@ class ReplaySource:
                 f"has none in step {step}: record them with routing_replay=true, or set it to false"
             )
         self.measures = self._stream.measures
-        yield Wave(groups[:count], range(count), left_out=groups[count:])
+        yield StreamBatch(groups[:count], range(count), left_out=groups[count:])
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._stream.state_dict(), "backlog": self._backlog}

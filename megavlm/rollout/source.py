@@ -7,7 +7,7 @@ from megavlm.environments.curriculum import Curriculum
 from megavlm.inference.connect import Connection
 from megavlm.observability.phases import Phases
 from megavlm.rollout.ahead.handle import AheadSource
-from megavlm.rollout.buffer import Wave
+from megavlm.rollout.buffer import StreamBatch
 from megavlm.rollout.local import LocalSource
 from megavlm.rollout.replay import ReplaySource
 from megavlm.rollout.sampler import Refit, Sampler
@@ -36,17 +36,18 @@ class Experience(Protocol):
 class GroupSource(Experience, Protocol):
     """Source of groups."""
 
-    def waves(
+    def stream(
         self, version: int, refit: Refit | None, least_tokens: int | None = None
-    ) -> Iterator[Wave[Group]]:
-        """Yield the played groups of the next step in waves: algorithm.prompts_per_step groups, and
-        with the last wave those that dynamic sampling left out. It is called once per step.
+    ) -> Iterator[StreamBatch[Group]]:
+        """Yield the played groups of the next step in a stream of batches:
+        algorithm.prompts_per_step groups, and with the last streamed batch those that dynamic
+        sampling left out. It is called once per step.
 
         version: Version of the current weights, equal to the number of finished steps. refit:
         Pushes the weights to servers that restarted; None if the servers keep the weights that
-        they started with. least_tokens: Tokens of a wave; the last one may have fewer. None yields
-        the step as one wave. Where rollouts go on while the trainer trains, they go on between two
-        waves.
+        they started with. least_tokens: Tokens of a streamed batch; the last one may have fewer.
+        None yields the step as one batch. Where rollouts go on while the trainer trains, they go on
+        between two streamed batches.
 
         Raises the errors of rollouts: ValueError for rows or environments that cannot be used,
         RewardStop, RolloutRequestError and RolloutServerError.

@@ -59,8 +59,8 @@ def _record(config: Config, connection: Connection, progress: Progress) -> None:
     recorder = Recorder(config, progress, step=0)
     with closing(recorder), closing(sampler), closing(source):
         for step in range(1, algorithm.steps + 1):
-            (wave,) = source.waves(step - 1, refit=None)
-            groups = wave.groups
+            (streamed,) = source.stream(step - 1, refit=None)
+            groups = streamed.groups
             for episode in (episode for group in groups for episode in group.episodes):
                 episode.responses = [_of_first_weights(r) for r in episode.responses]
             recorder.rollouts.save(step, groups)  # not best-effort, as it is in training

@@ -27,15 +27,16 @@ from megavlm.data.packs.target_tokens import TargetColumns, concatenate
 
 
 def with_advantages(minibatches: Sequence[Sequence[Tree]], settings: GRPO) -> list[list[Tree]]:
-    """Return the trees of a wave's minibatches with `advantages` in their columns. The KL in the
-    reward is not included: with kl_in=reward the columns also get `rows`, which `add_kl_advantages`
-    uses later. Neither is the normalisation over the step of `whiten_advantages`. Driver only.
+    """Return the trees of a streamed batch's minibatches with `advantages` in their columns. The KL
+    in the reward is not included: with kl_in=reward the columns also get `rows`, which
+    `add_kl_advantages` uses later. Neither is the normalisation over the step of
+    `whiten_advantages`. Driver only.
     """
     estimator = load_advantage_estimator(settings)
     tables = [
         [segment.columns for tree in trees for segment in tree.segments if segment.columns]
         for trees in minibatches
-        if trees  # a wave may have none of a minibatch
+        if trees  # a streamed batch may have none of a minibatch
     ]
     values = chain.from_iterable(_of_segments(estimator, table, settings) for table in tables)
     result = []

@@ -10,7 +10,7 @@ from megavlm.data.packs.packing import Pack
 from megavlm.inference.protocol import Sampling
 from megavlm.models.common.logprobs import Scoring
 from megavlm.parallel.collectives import broadcast_object, summing
-from megavlm.rollout.buffer import Wave
+from megavlm.rollout.buffer import StreamBatch
 from megavlm.rollout.groups import policy_trees, rollout_metrics, sample_records
 from megavlm.rollout.source import GroupSource, make_source
 from megavlm.rollout.trajectory import Group
@@ -24,14 +24,14 @@ from megavlm.training.reference import reference
 from megavlm.training.step.rank_batch import RankBatch
 from megavlm.training.step.step_plan import StepPlan
 from megavlm.training.step.vision_features import VisionFeatures
-from megavlm.training.train_state import TrainState
-from megavlm.training.waves import (
-    ArrivedWaves,
+from megavlm.training.streaming import (
+    ArrivedBatches,
     StepGroups,
-    done_early,
     needs_whole_step,
-    wave_tokens,
+    stream_batch_tokens,
+    streaming_mode,
 )
+from megavlm.training.train_state import TrainState
 from megavlm.weight_sync.sync import WeightSync
 
 
@@ -45,9 +45,11 @@ class PolicyTrainer(BaseTrainer):
         assert isinstance(train_state.config.algorithm, GRPO | PPO)
         self.settings = train_state.config.algorithm
         self.needs_whole_step = needs_whole_step(self.settings)
-        self.wave_tokens: int | None = None  # the step is one wave
-        if done_early(train_state.config) != "nothing":
-            self.wave_tokens = wave_tokens(train_state.config, train_state.mesh.data_size)
+        self.stream_batch_tokens: int | None = None  # the step is one batch
+        if streaming_mode(train_state.config) != "nothing":
+            self.stream_batch_tokens = stream_batch_tokens(
+                train_state.config, train_state.mesh.data_size
+            )
         self.source: GroupSource | None = None  # on the driver
         if driver is not None:
             self.source = make_source(
@@ -70,12 +72,12 @@ class PolicyTrainer(BaseTrainer):
 
     def train_step(self) -> None:
         state, phases = self.train_state, self.train_state.phases
-        waves, groups, arrived = self.waves(), StepGroups(self.settings), ArrivedWaves()
-        while not arrived.is_complete:  # one wave, or several with rollout.overlap
+        stream, groups, arrived = self.stream(), StepGroups(self.settings), ArrivedBatches()
+        while not arrived.is_complete:  # one batch, or several with rollout.streaming
             # the source times the phases data, reward and rollout itself
-            wave = self.weights.run_on_driver(waves.__next__)
+            streamed = self.weights.run_on_driver(stream.__next__)
             with phases("plan"):
-                batch = self.share(None if wave is None else self.plan(groups, wave))
+                batch = self.share(None if streamed is None else self.plan(groups, streamed))
             with phases("vision"):
                 features = self.encode(batch)
             with phases("reference"):
@@ -102,17 +104,23 @@ class PolicyTrainer(BaseTrainer):
         if self.driver is not None:
             metrics = rollout_metrics(groups.sampled, state.step - 1) | metrics
             samples = sample_records(groups.trained, self.driver.sampler.processor.pieces)
-            metrics |= {} if self.wave_tokens is None else {"waves": float(groups.num_waves)}
+            metrics |= (
+                {}
+                if self.stream_batch_tokens is None
+                else {"waves": float(groups.num_stream_batches)}
+            )
             self.record(metrics, num_tokens=batch.num_tokens, samples=samples)
 
-    def waves(self) -> Iterator[Wave[Group]]:
-        """Return the waves of the next step. Only the driver has them."""
+    def stream(self) -> Iterator[StreamBatch[Group]]:
+        """Return the streamed batches of the next step. Only the driver has them."""
         if self.source is None:
             return iter(())
-        return self.source.waves(self.train_state.step, self.weights.refit, self.wave_tokens)
+        return self.source.stream(
+            self.train_state.step, self.weights.refit, self.stream_batch_tokens
+        )
 
-    def plan(self, groups: StepGroups, wave: Wave[Group]) -> StepPlan:
-        """Return the plan of a wave of the step. Driver only."""
+    def plan(self, groups: StepGroups, streamed: StreamBatch[Group]) -> StepPlan:
+        """Return the plan of a streamed batch of the step. Driver only."""
         config, driver = self.train_state.config, self.driver
         assert driver is not None
         minibatches = [
@@ -125,16 +133,16 @@ class PolicyTrainer(BaseTrainer):
                 units=groups.units,
                 has_teacher=bool(config.distillation.urls),
             )
-            for minibatch in groups.add(wave)
+            for minibatch in groups.add(streamed)
         ]
         if isinstance(self.settings, GRPO):
             minibatches = with_advantages(minibatches, self.settings)
         return driver.planner.plan(
             minibatches,
-            [prompt for group in wave.groups for prompt in group.prompts],
-            [group.prompt for group in wave.groups],
+            [prompt for group in streamed.groups for prompt in group.prompts],
+            [group.prompt for group in streamed.groups],
             tower_trained=self.tower_trained,
-            is_first=groups.num_waves == 1,
+            is_first=groups.num_stream_batches == 1,
             loss_scales=groups.loss_scales,
         )
 
@@ -192,8 +200,8 @@ class PolicyTrainer(BaseTrainer):
                     pack.columns = replace(pack.columns, **{name: pack_scores.logprobs})
 
     def add_advantages(self, batch: RankBatch, features: VisionFeatures) -> None:
-        """Add the advantages that need log-probs of a wave; the driver has computed all others.
-        Collective.
+        """Add the advantages that need log-probs of a streamed batch; the driver has computed all
+        others. Collective.
         """
         mesh = self.train_state.mesh
         if mesh.is_last_stage and self.kl_in_reward:
@@ -218,11 +226,11 @@ class PolicyTrainer(BaseTrainer):
         return in_reward and self.reference is not None and not self.is_reference
 
     def begin_update(
-        self, arrived: ArrivedWaves, batch: RankBatch, features: VisionFeatures
+        self, arrived: ArrivedBatches, batch: RankBatch, features: VisionFeatures
     ) -> None:
-        """Accumulate the gradients of a wave for the step's first update. Collective."""
+        """Accumulate the gradients of a streamed batch for the step's first update. Collective."""
         updater = self.train_state.updater
-        if arrived.num_waves == 1:
+        if arrived.num_stream_batches == 1:
             updater.zero_gradients()
         arrived.reports += updater.accumulate(
             batch.minibatches[0],

@@ -149,8 +149,8 @@ def simulate(
         for item in [item for item in playing if not server.open[item.group]]:
             playing.remove(item)
             buffer.played(item, item.version, 1, True)
-        if not trained and (wave := buffer.take()):
-            trained += wave.groups
+        if not trained and (streamed := buffer.take()):
+            trained += streamed.groups
         return bool(trained)
 
     begin(0)

@@ -15,7 +15,7 @@ from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.rewards.base import Score
-from megavlm.rollout.buffer import Wave
+from megavlm.rollout.buffer import StreamBatch
 from megavlm.rollout.sampler import Sampler
 from megavlm.rollout.trajectory import Episode, Group
 from megavlm.training import policy_trainer
@@ -31,7 +31,7 @@ from tests.support.random_images import image
 from tests.support.responses import make_response
 
 PROMPTS, RESPONSES = 6, 3
-ARRIVAL = ((4, 1), (0, 5), (3,), (2,))  # places of the groups of each wave
+ARRIVAL = ((4, 1), (0, 5), (3,), (2,))  # places of the groups of each streamed batch
 GROUP = {"name": "grpo", "kl_coefficient": 0.1, "entropy_coefficient": 0.01}
 
 
@@ -77,8 +77,8 @@ def recipe(files: Path, folder: Path, family: str, ranks: Ranks, **sections: Any
 
 
 class Source:
-    """A step's groups: all at once, or in waves whose order the test decides. Implements
-    GroupSource.
+    """A step's groups: all at once, or in a stream of batches whose order the test decides.
+    Implements GroupSource.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -86,15 +86,15 @@ class Source:
         self._config = sampler.config
         self._prompts = [sampler.processor.prompt(row) for row in sampler.rows]
 
-    def waves(
+    def stream(
         self, version: int, refit: Any, least_tokens: int | None = None
-    ) -> Iterator[Wave[Group]]:
-        assert self._config.rollout.overlap == bool(least_tokens)
+    ) -> Iterator[StreamBatch[Group]]:
+        assert self._config.rollout.streaming == bool(least_tokens)
         # The second step then starts from the same weights, and those differ from the reference.
         arrival = ARRIVAL if version and least_tokens else (range(PROMPTS),)
         for places in arrival:
             made = [group(self._prompts[place], version, place) for place in places]
-            yield Wave(made, places, is_last=places == arrival[-1])
+            yield StreamBatch(made, places, is_last=places == arrival[-1])
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -22,7 +22,7 @@ from megavlm.inference.errors import RolloutServerError
 from megavlm.observability.phases import Phases
 from megavlm.rollout.ahead.mirror import ServerStates, apply_report
 from megavlm.rollout.ahead.producer import ProducerSetup
-from megavlm.rollout.buffer import Wave
+from megavlm.rollout.buffer import StreamBatch
 from megavlm.rollout.sampler import Refit
 from megavlm.rollout.trajectory import Group
 
@@ -70,9 +70,9 @@ class AheadSource:
         self._stack = ExitStack()
         self._stack.enter_context(self._pool.in_use(lambda: self._outgoing.put(None)))
 
-    def waves(
+    def stream(
         self, version: int, refit: Refit | None, least_tokens: int | None = None
-    ) -> Iterator[Wave[Group]]:
+    ) -> Iterator[StreamBatch[Group]]:
         """Yield the next groups as GroupSource does. Also raises RolloutServerError if the producer
         died.
         """
@@ -83,16 +83,16 @@ class AheadSource:
         while not is_last:
             with self._phases("rollout"):
                 self._outgoing.put(("take", least_tokens))
-                places, is_last, self.measures, packed = self._next_wave(refit)
+                places, is_last, self.measures, packed = self._next_batch(refit)
                 groups = packed.unpack()
                 del packed  # its file would stay in memory with it
-            yield Wave(groups[: len(places)], places, is_last, groups[len(places) :])
+            yield StreamBatch(groups[: len(places)], places, is_last, groups[len(places) :])
 
-    def _next_wave(self, refit: Refit) -> tuple[Any, ...]:
-        """Wait for the producer's next wave; push the weights when it asks for them."""
+    def _next_batch(self, refit: Refit) -> tuple[Any, ...]:
+        """Wait for the producer's next streamed batch; push the weights when it asks for them."""
         while True:
             kind, *values = self._next()
-            if kind == "wave":
+            if kind == "batch":
                 return tuple(values)
             assert kind == "refit", kind
             if not self._pool.routable(None):
@@ -163,7 +163,7 @@ class AheadSource:
                 if message[0] == "report":
                     apply_report(self._pool, message[1])
                     continue
-                if message[0] == "wave":
+                if message[0] == "batch":
                     message = (*message, SharedPickle.receive(self._pipe))
             except (EOFError, OSError):
                 self._incoming.put(("ended",))

@@ -1,5 +1,5 @@
 """Rollout producer: a process whose engine plays groups while the trainer trains
-(rollout.max_staleness above 0, or rollout.overlap). The trainer starts it as `python -m
+(rollout.max_staleness above 0, or rollout.streaming). The trainer starts it as `python -m
 megavlm.rollout.ahead.producer DESCRIPTOR`.
 
 It is a process because a thread would hold the GIL and stall the trainer's kernel launches. It uses
@@ -146,12 +146,12 @@ class Producer:
 
     async def _hand_over(self, least_tokens: int | None) -> None:
         """Send the next groups of the step."""
-        wave = await self._engine.take(least_tokens)
+        streamed = await self._engine.take(least_tokens)
         measures: dict[str, float] = {}
-        if wave.is_last:
+        if streamed.is_last:
             measures, self._idle = self._engine.measures | {"servers_idle": self._idle}, 0.0
-        self._connection.send(("wave", wave.places, wave.is_last, measures))
-        groups = SharedPickle.of([*wave.groups, *wave.left_out], _GroupPickler)
+        self._connection.send(("batch", streamed.places, streamed.is_last, measures))
+        groups = SharedPickle.of([*streamed.groups, *streamed.left_out], _GroupPickler)
         groups.send(self._connection, self._parent)
 
 

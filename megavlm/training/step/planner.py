@@ -53,10 +53,11 @@ class StepPlanner:
         is_first: bool = True,
         loss_scales: Sequence[float] | None = None,
     ) -> StepPlan:
-        """Return the plan of a step or of one of its waves: the trees of each minibatch, packed and
-        balanced over the data ranks, and the images of `prompts`. drawn: The original prompts;
-        ranks read their images from the data files again, so that rank 0 need not send their
-        pixels. is_first: False for later waves of a step. loss_scales: See StepPlan.
+        """Return the plan of a step or of one of its streamed batches: the trees of each minibatch,
+        packed and balanced over the data ranks, and the images of `prompts`. drawn: The original
+        prompts; ranks read their images from the data files again, so that rank 0 need not send
+        their pixels. is_first: False for later streamed batches of a step. loss_scales: See
+        StepPlan.
         """
         if is_first:
             self.rows, self._flops = [], StepFlops(0.0, 0.0)

@@ -22,8 +22,8 @@ from megavlm.training.step.step_plan import StepPlan
 
 @dataclass(frozen=True)
 class RankBatch:
-    """One rank's share of a step or of one of its waves: the packs of each minibatch and their
-    images. Each minibatch is one update. loss_scales: See StepPlan.
+    """One rank's share of a step or of one of its streamed batches: the packs of each minibatch and
+    their images. Each minibatch is one update. loss_scales: See StepPlan.
     """
 
     minibatches: list[list[Pack]]

@@ -113,7 +113,7 @@ class RankImages:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Return the images of several waves as one, for a trained tower."""
+        """Return the images of several streamed batches as one, for a trained tower."""
         sources = {key: source for part in parts for key, source in part._sources.items()}
         return cls(ImagePlan.joined([part.plan for part in parts]), sources, parts[0]._reader)
 

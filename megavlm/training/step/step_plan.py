@@ -29,11 +29,11 @@ class PackShape:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """The driver's plan of a step or of one of its waves, by data rank. num_tokens: Tokens of the
-    trees before they were cut. sources: Sources of the images that packs show, by image key.
-    tower_trained: If true, an image is encoded in each pack that shows it and not once per step.
-    loss_scales: Factors by which the loss weights of the step's minibatches are multiplied in the
-    end; None if other waves of the step follow.
+    """The driver's plan of a step or of one of its streamed batches, by data rank. num_tokens:
+    Tokens of the trees before they were cut. sources: Sources of the images that packs show, by
+    image key. tower_trained: If true, an image is encoded in each pack that shows it and not once
+    per step. loss_scales: Factors by which the loss weights of the step's minibatches are
+    multiplied in the end; None if other streamed batches of the step follow.
     """
 
     minibatches: list[Minibatches]

@@ -55,7 +55,7 @@ class VisionFeatures:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Return the features of several waves as one."""
+        """Return the features of several streamed batches as one."""
         made = copy(parts[0])
         made._images = RankImages.joined([part._images for part in parts])
         made._encoded = {key: rows for part in parts for key, rows in part._encoded.items()}

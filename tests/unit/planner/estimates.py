@@ -143,7 +143,7 @@ def tables(folder: Path) -> list[str]:
                 f"{model.received / GB:.1f} GB in {model.sync_rounds}",
             ]
         )
-    rows = times, sizes, waves(folder), published(folder), measured(folder)
+    rows = times, sizes, stream(folder), published(folder), measured(folder)
     return [line for table in rows for line in (*_table(table), "")]
 
 
@@ -151,10 +151,10 @@ def _cells(seconds: dict[str, float]) -> list[str]:
     return [f"{seconds[x]:.1f}" if x in seconds else "" for x in PHASES]
 
 
-def waves(folder: Path) -> list[list[str]]:
-    """Return the rows of 7B's steps with and without rollout.overlap, by the mean response."""
-    rows = [["", "mean response", "one wave", "overlap", "overlap, 64 in flight", "rollout then"]]
-    keys = (), ("rollout.overlap=true",), ("rollout.overlap=true", "rollout.concurrency=64")
+def stream(folder: Path) -> list[list[str]]:
+    """Return the rows of 7B's steps with and without rollout.streaming, by the mean response."""
+    rows = [["", "mean response", "one batch", "overlap", "overlap, 64 in flight", "rollout then"]]
+    keys = (), ("rollout.streaming=true",), ("rollout.streaming=true", "rollout.concurrency=64")
     for set_up in SET_UPS[:2]:
         for mean in (1024, 350, 200):
             found = []

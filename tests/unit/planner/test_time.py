@@ -139,11 +139,11 @@ def test_a_step_ahead_takes_as_long_as_its_longer_half(tmp_path: Path) -> None:
     assert seconds["total"] == pytest.approx(max(training, seconds["rollout"]) + seconds["sync"])
 
 
-def test_a_step_in_waves_ends_after_its_rollout_and_its_training(tmp_path: Path) -> None:
-    waves = modelled(SetUp("", "qwen2_5_vl_7b_geo3k_waves"), tmp_path)
-    seconds, training = waves.seconds(), sum(waves.training().values())
-    late = training - waves.early()
-    assert waves.early() == pytest.approx(training - seconds["update"] / 2, rel=0.02)
+def test_a_step_in_a_stream_ends_after_its_rollout_and_its_training(tmp_path: Path) -> None:
+    stream = modelled(SetUp("", "qwen2_5_vl_7b_geo3k_streaming"), tmp_path)
+    seconds, training = stream.seconds(), sum(stream.training().values())
+    late = training - stream.early()
+    assert stream.early() == pytest.approx(training - seconds["update"] / 2, rel=0.02)
     assert seconds["total"] > max(seconds["rollout"] + late, training) + seconds["sync"]
     assert seconds["total"] < 0.85 * (seconds["rollout"] + training + seconds["sync"])
 
@@ -152,20 +152,20 @@ def test_only_what_is_done_early_overlaps(tmp_path: Path) -> None:
     """PPO's and REINFORCE++'s updates wait for the last group, and a function of one's own for all;
     with groups that arrive together nothing is early.
     """
-    recipe = SetUp("", "qwen2_5_vl_7b_geo3k_waves")
+    recipe = SetUp("", "qwen2_5_vl_7b_geo3k_streaming")
     passes = modelled(
         replace(recipe, overrides=["algorithm.advantage_estimator=reinforce_plus_plus"]), tmp_path
     )
     assert passes.early() == pytest.approx(sum(passes.training().values()) - passes._update())
-    serial = modelled(replace(recipe, overrides=["rollout.overlap=false"]), tmp_path)
+    serial = modelled(replace(recipe, overrides=["rollout.streaming=false"]), tmp_path)
     seconds = serial.seconds()
     total = seconds.pop("total")
     assert serial.early() == 0 and total == pytest.approx(sum(seconds.values()))
     even = modelled(recipe, tmp_path)
     even.server = replace(even.server, concurrency=1000)  # all at once, and all equally long
     even.step = replace(even.step, response=even.step.longest)
-    one_wave = even.waves_end(10.0)
-    assert 10.0 < one_wave - even.server.rollout_seconds(even.step, 128) < 12.0
+    one_batch = even.stream_end(10.0)
+    assert 10.0 < one_batch - even.server.rollout_seconds(even.step, 128) < 12.0
 
 
 @pytest.mark.slow

@@ -123,8 +123,8 @@ def started(config: Config, pool: Any, state: Any = None, timeout: float = 300.0
 
 def take(source: AheadSource, version: int, refit: Refit = no_refit) -> list[Group]:
     """Return the groups of a step, which come at once."""
-    (wave,) = source.waves(version, refit)
-    return list(wave.groups)
+    (streamed,) = source.stream(version, refit)
+    return list(streamed.groups)
 
 
 def rows_of(groups: list[Group]) -> list[int]:

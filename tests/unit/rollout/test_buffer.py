@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from megavlm.rollout.buffer import GroupBuffer, Started, Wave, Window
+from megavlm.rollout.buffer import GroupBuffer, Started, StreamBatch, Window
 
 
 def started(buffer: GroupBuffer[int], first: int = 0) -> list[Started[int]]:
@@ -28,9 +28,9 @@ def begun(**window: Any) -> tuple[GroupBuffer[int], list[Started[int]]]:
     return buffer, started(buffer)
 
 
-def groups(wave: Wave[int] | None) -> list[int]:
-    assert wave is not None
-    return list(wave.groups)
+def groups(streamed: StreamBatch[int] | None) -> list[int]:
+    assert streamed is not None
+    return list(streamed.groups)
 
 
 def test_a_step_waits_for_the_first_prompts_that_were_drawn() -> None:
@@ -39,7 +39,7 @@ def test_a_step_waits_for_the_first_prompts_that_were_drawn() -> None:
     play(buffer, items[0], items[2], items[3])
     assert buffer.take() is None
     play(buffer, items[1])
-    assert buffer.take() == Wave([0, 1], [0, 1])
+    assert buffer.take() == StreamBatch([0, 1], [0, 1])
     buffer.begin(1)
     assert [item.group for item in started(buffer, 4)] == [4, 5], "one step more"
     assert groups(buffer.take()) == [2, 3]
@@ -48,11 +48,11 @@ def test_a_step_waits_for_the_first_prompts_that_were_drawn() -> None:
 def test_a_wave_has_enough_tokens_and_its_places() -> None:
     buffer, items = begun(per_step=4)
     play(buffer, items[2])
-    assert buffer.take(11) is None and buffer.take(10) == Wave([2], [2], is_last=False)
+    assert buffer.take(11) is None and buffer.take(10) == StreamBatch([2], [2], is_last=False)
     play(buffer, items[3], items[0])
-    assert buffer.take(20) == Wave([0, 3], [0, 3], is_last=False)
+    assert buffer.take(20) == StreamBatch([0, 3], [0, 3], is_last=False)
     play(buffer, items[1])
-    assert buffer.take(20) == Wave([1], [1])
+    assert buffer.take(20) == StreamBatch([1], [1])
 
 
 def test_a_group_that_is_due_keeps_its_place_while_it_plays() -> None:
@@ -62,9 +62,9 @@ def test_a_group_that_is_due_keeps_its_place_while_it_plays() -> None:
     a, b, c = (buffer.start(group, version) for group, version in (("A", 4), ("B", 4), ("C", 5)))
     buffer.played(a, 4, 10, has_signal=True)
     buffer.played(c, 5, 10, has_signal=True)
-    assert buffer.take() is None and buffer.take(10) == Wave(["A"], [0], is_last=False)
+    assert buffer.take() is None and buffer.take(10) == StreamBatch(["A"], [0], is_last=False)
     buffer.played(b, 4, 10, has_signal=True)
-    assert buffer.take() == Wave(["B"], [1])
+    assert buffer.take() == StreamBatch(["B"], [1])
 
 
 def test_a_slow_group_waits_until_it_would_be_too_old() -> None:
@@ -79,9 +79,9 @@ def test_a_slow_group_waits_until_it_would_be_too_old() -> None:
     items += started(buffer, 6)
     play(buffer, items[5], items[6])
     assert buffer.take() is None
-    assert groups(buffer.take(1)) == [5], "a wave leaves room for it"
+    assert groups(buffer.take(1)) == [5], "a batch leaves room for it"
     play(buffer, items[1])
-    assert buffer.take() == Wave([1], [1])
+    assert buffer.take() == StreamBatch([1], [1])
 
 
 def test_as_many_wait_as_a_later_step_trains_on() -> None:
@@ -119,19 +119,19 @@ def test_rounds_replace_groups_without_signal() -> None:
     buffer, items = begun(per_step=3, rounds=1)
     play(buffer, items[0], items[2], has_signal=False)
     play(buffer, items[1])
-    assert buffer.take(1) == Wave([1], [1], is_last=False)
+    assert buffer.take(1) == StreamBatch([1], [1], is_last=False)
     more = started(buffer, 3)
     assert len(more) == 2, "only what is missing"
     play(buffer, more[0])
     play(buffer, more[1], has_signal=False)
     # The last place has the first of those without signal.
-    assert buffer.take() == Wave([3, 0], [0, 2], left_out=(2, 4))
+    assert buffer.take() == StreamBatch([3, 0], [0, 2], left_out=(2, 4))
 
 
 def test_no_round_is_made_that_is_not_needed() -> None:
     buffer, items = begun(rounds=3)
     play(buffer, *items)
-    assert buffer.take() == Wave([0, 1], [0, 1])
+    assert buffer.take() == StreamBatch([0, 1], [0, 1])
     assert buffer.allow() == ([], 0)
 
 
@@ -190,17 +190,19 @@ class Steps(RuleBasedStateMachine):
 
     @rule(least_tokens=st.sampled_from([None, 1, 12]), resumes=st.booleans())
     def takes(self, least_tokens: int | None, resumes: bool) -> None:
-        wave = self.buffer.take(least_tokens)
+        streamed = self.buffer.take(least_tokens)
         self.start()
-        if wave is None:
+        if streamed is None:
             assert self.playing, "it waits for nothing"
             return
-        ages = [self.version - self.versions[group] for group in [*wave.groups, *wave.left_out]]
+        ages = [
+            self.version - self.versions[group] for group in [*streamed.groups, *streamed.left_out]
+        ]
         assert max(ages, default=0) <= self.window.staleness
-        self.trained += [*wave.groups, *wave.left_out]
-        self.places += wave.places
-        if not wave.is_last:
-            assert least_tokens is not None and 5 * len(wave.groups) >= least_tokens
+        self.trained += [*streamed.groups, *streamed.left_out]
+        self.places += streamed.places
+        if not streamed.is_last:
+            assert least_tokens is not None and 5 * len(streamed.groups) >= least_tokens
             return
         assert sorted(self.places) == [*range(self.window.per_step)]
         self.dropped += self.buffer.take_counts()[0]

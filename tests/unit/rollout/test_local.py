@@ -51,8 +51,8 @@ def rows(groups: Sequence[Group]) -> list[int]:
 
 
 def take(source: LocalSource, version: int, refit: Callable[[], Any] = no_refit) -> list[Group]:
-    (wave,) = source.waves(version, refit)
-    return list(wave.groups)
+    (streamed,) = source.stream(version, refit)
+    return list(streamed.groups)
 
 
 def hold(fake: Any, config: Config, row: int) -> None:
@@ -129,8 +129,8 @@ def test_only_the_step_s_weights_answer_unless_none_are_pushed(config: Config, f
         versions = {e.responses[0].weight_version for g in groups for e in g.episodes}
         assert versions == {"3"}
         fake.weight_version = "start"
-        (wave,) = made.waves(4, None)
-        assert wave.groups[0].episodes[0].responses[0].weight_version == "start"
+        (streamed,) = made.stream(4, None)
+        assert streamed.groups[0].episodes[0].responses[0].weight_version == "start"
     keys = [body["extra_key"].partition("-")[2] for body in fake.bodies("/generate")]
     assert set(keys[:-SIZE]) == {"3"} and keys[-1] == ""
 
@@ -144,8 +144,8 @@ def test_a_replay_of_experts_needs_recorded_ones(config: Config, fake: Any, tmp_
         sampler = Sampler(config, None)
         with closing(ReplaySource(sampler, str(tmp_path), Phases())) as replay:
             if reason is None:
-                (wave,) = replay.waves(0, None)
-                assert len(wave.groups) == SIZE
+                (streamed,) = replay.stream(0, None)
+                assert len(streamed.groups) == SIZE
             else:
                 with pytest.raises(ValueError, match=reason):
-                    [*replay.waves(0, None)]
+                    [*replay.stream(0, None)]

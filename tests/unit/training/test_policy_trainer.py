@@ -23,7 +23,7 @@ from megavlm.process import STOP_SIGNALS, Stopped, stop_at_once
 from megavlm.training import base_trainer
 from megavlm.training.guards import SLURM_END, TimeLimit
 from megavlm.training.policy_trainer import start_kl
-from megavlm.training.waves import StepGroups
+from megavlm.training.streaming import StepGroups
 from megavlm.training.weight_push import WeightPusher
 from tests.parity.table import Ranks
 from tests.support.fork import launch
@@ -88,7 +88,7 @@ def passes(trainer: Any, settings: dict[str, Any]) -> list[str]:
     )
     kept, reference = trainer.reference, trainer.reference
     trainer.reference = reference if trainer.settings.has_reference else None
-    batch = trainer.share(trainer.plan(StepGroups(trainer.settings), next(trainer.waves())))
+    batch = trainer.share(trainer.plan(StepGroups(trainer.settings), next(trainer.stream())))
     features, started = trainer.encode(batch), []
     with kept.in_place():
         trainer.add_logprobs("values", batch, features, first=0)  # of the weights at the start

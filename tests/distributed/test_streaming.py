@@ -1,5 +1,6 @@
-"""A step whose groups arrive in waves is the step that has them all at once, up to the order of
-sums: in its gradients, its updates and its metrics, under every layout and with every algorithm.
+"""A step whose groups arrive in a stream of batches is the step that has them all at once, up to
+the order of sums: in its gradients, its updates and its metrics, under every layout and with every
+algorithm.
 """
 
 import math
@@ -14,7 +15,7 @@ import torch
 
 from megavlm.config.load import load
 from megavlm.inference.errors import RolloutServerError
-from megavlm.rollout.buffer import Wave
+from megavlm.rollout.buffer import StreamBatch
 from megavlm.rollout.trajectory import Group
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 from tests.support.fork import launch
@@ -69,19 +70,21 @@ def norm(arrays: Iterable[Any]) -> float:
 
 
 def compare(recipe: Path, ranks: Ranks) -> list[dict[str, float]]:
-    """Train serially and in waves, and compare all ranks. Returns the metrics of the waves."""
-    serial, waves = (
-        launch(ranks.world_size, train, recipe, [f"rollout.overlap={overlap}"])
+    """Train serially and in a stream of batches, and compare all ranks. Returns the metrics of the
+    streamed batches.
+    """
+    serial, stream = (
+        launch(ranks.world_size, train, recipe, [f"rollout.streaming={overlap}"])
         for overlap in ("false", "true")
     )
-    for rank, (ours, theirs) in enumerate(zip(waves, serial, strict=True)):
+    for rank, (ours, theirs) in enumerate(zip(stream, serial, strict=True)):
         # Adam divides by the size of a gradient, and so enlarges the rounding of the smallest.
         for found, expected, most in zip(ours[:2], theirs[:2], (1e-6, 1e-5), strict=True):
             assert found.keys() == expected.keys() and len(found) > 3
             off = norm(found[name] - value for name, value in expected.items())
             whole = norm(expected.values())
             assert whole > 0 and off <= most * whole, (rank, off / whole)
-    ours, theirs = waves[0][2], serial[0][2]
+    ours, theirs = stream[0][2], serial[0][2]
     assert len(ours) == STEPS
     assert [metrics["waves"] for metrics in ours] == [1, len(ARRIVAL)]
     for found, expected in zip(ours, theirs, strict=True):
@@ -105,7 +108,9 @@ def compare(recipe: Path, ranks: Ranks) -> list[dict[str, float]]:
         ),
     ],
 )
-def test_a_step_in_waves_is_the_step(files: Path, tmp_path: Path, family: str, layout: str) -> None:
+def test_a_step_in_a_stream_is_the_step(
+    files: Path, tmp_path: Path, family: str, layout: str
+) -> None:
     """With a trained tower, and old log-probs of a second minibatch."""
     ranks = (LAYOUTS | EXPERT_LAYOUTS)[layout]
     options = {"freeze_tower": False, "freeze_merger": False}
@@ -144,7 +149,7 @@ IN_QUICK = ("reinforce++", "three updates of two epochs")
         *slow(*(name for name in ALGORITHMS if name not in IN_QUICK)),
     ],
 )
-def test_every_algorithm_takes_waves(files: Path, tmp_path: Path, name: str) -> None:
+def test_every_algorithm_takes_streaming(files: Path, tmp_path: Path, name: str) -> None:
     ranks = LAYOUTS["DP2"]
     made = recipe(files, tmp_path, "qwen2_5_vl", ranks, algorithm=GROUP | ALGORITHMS[name])
     compare(made, ranks)
@@ -167,24 +172,26 @@ def test_gradients_are_reduced_once(files: Path, tmp_path: Path, sections: Any) 
 
 
 def events_of_a_step(recipe: Path) -> Any:
-    """Return what the trainer does in its second step, between the waves that it asks for."""
-    trainer = trainer_of(load(recipe, ["rollout.overlap=true"]))
+    """Return what the trainer does in its second step, between the streamed batches that it asks
+    for.
+    """
+    trainer = trainer_of(load(recipe, ["rollout.streaming=true"]))
     trainer.train_step()
     source, phases, events = trainer.source, trainer.train_state.phases, list[str]()
-    waves = source.waves
+    stream = source.stream
 
-    def noted(*args: Any) -> Iterator[Wave[Group]]:
-        for number, wave in enumerate(waves(*args)):
+    def noted(*args: Any) -> Iterator[StreamBatch[Group]]:
+        for number, streamed in enumerate(stream(*args)):
             gradient = max(
                 float(buffer.grad_data.abs().max())
                 for chunk in trainer.train_state.updater.chunks
                 for buffer in chunk.buffers
             )
-            # Before the first wave they are the last step's.
+            # Before the first streamed batch they are the last step's.
             events.append(f"wave {number + 1}" + ", after gradients" * (number > 0 < gradient))
-            yield wave
+            yield streamed
 
-    source.waves, phases._begun = noted, events.append
+    source.stream, phases._begun = noted, events.append
     trainer.train_step()
     return events
 
@@ -194,31 +201,33 @@ def test_the_trainer_has_worked_on_a_wave_before_the_next_one_arrives(
 ) -> None:
     (events,) = launch(1, events_of_a_step, recipe(files, tmp_path, "qwen2_5_vl", Ranks()))
     work = ["plan", "vision", "reference", "old logprobs", "advantages", "update"]
-    of_waves = [
+    of_batches = [
         event
         for number in range(len(ARRIVAL))
         for event in (f"wave {number + 1}" + ", after gradients" * (number > 0), *work)
     ]
-    assert events[: len(of_waves)] == of_waves
-    assert events[len(of_waves) :][:3] == ["advantages", "update", "sync"]
+    assert events[: len(of_batches)] == of_batches
+    assert events[len(of_batches) :][:3] == ["advantages", "update", "sync"]
 
 
 class Faulty(Source):
-    """fault: A function of a wave's number and groups, called before the wave arrives."""
+    """fault: A function of a streamed batch's number and groups, called before the streamed batch
+    arrives.
+    """
 
     fault: Any = staticmethod(lambda number, groups: None)
 
-    def waves(self, *args: Any) -> Iterator[Wave[Group]]:
-        for number, wave in enumerate(super().waves(*args)):
-            self.fault(number, wave.groups)
-            yield wave
+    def stream(self, *args: Any) -> Iterator[StreamBatch[Group]]:
+        for number, streamed in enumerate(super().stream(*args)):
+            self.fault(number, streamed.groups)
+            yield streamed
 
 
 def after_a_fault(recipe: Path, fault: str) -> Any:
     """Return the metrics of a step with a fault and of the next, whether the first changed the
     weights, and the steps that count.
     """
-    trainer = trainer_of(load(recipe, ["rollout.overlap=true"]), Faulty)
+    trainer = trainer_of(load(recipe, ["rollout.streaming=true"]), Faulty)
     driver, state, records = trainer.driver, trainer.train_state, list[dict[str, float]]()
     driver.recorder.record_step = lambda step, metrics, *_: records.append(metrics)
     trainer.train_step()

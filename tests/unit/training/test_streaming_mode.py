@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megavlm.config.load import load
-from megavlm.training.waves import done_early
+from megavlm.training.streaming import streaming_mode
 
 OWN = "tests.unit.algorithms.own:baseline"
 
@@ -16,7 +16,7 @@ OWN = "tests.unit.algorithms.own:baseline"
     ("algorithm", "rollout", "expected"),
     [
         ({}, {}, "gradients"),
-        ({}, {"overlap": False}, "nothing"),
+        ({}, {"streaming": False}, "nothing"),
         ({}, {"max_staleness": 2}, "gradients"),
         ({}, {"replay": "recorded"}, "nothing"),
         ({"minibatches": 2, "epochs": 2}, {}, "gradients"),
@@ -34,6 +34,6 @@ def test_what_is_done_early(
     write_recipe: Callable[..., Path], algorithm: Any, rollout: Any, expected: str
 ) -> None:
     recipe = write_recipe(
-        algorithm={"name": "grpo", **algorithm}, rollout={"overlap": True, **rollout}
+        algorithm={"name": "grpo", **algorithm}, rollout={"streaming": True, **rollout}
     )
-    assert done_early(load(recipe)) == expected
+    assert streaming_mode(load(recipe)) == expected

@@ -1,7 +1,8 @@
-"""`make bench`: prints the seconds of a step whose groups arrive one after the other, in waves and
-all at once, and the share in which the trainer waits. One rank trains a tiny model; a source in
-place of servers hands over groups when their time has come. Its clock is the process's time on a
-core and the time that the trainer would wait, so that other work on the machine does not count.
+"""`make bench`: prints the seconds of a step whose groups arrive one after the other, in a stream
+of batches and all at once, and the share in which the trainer waits. One rank trains a tiny model;
+a source in place of servers hands over groups when their time has come. Its clock is the process's
+time on a core and the time that the trainer would wait, so that other work on the machine does not
+count.
 """
 
 import time
@@ -12,7 +13,7 @@ from typing import Any
 from megavlm.config.load import load
 from megavlm.data.processor import Prompt
 from megavlm.rewards.base import Score
-from megavlm.rollout.buffer import Wave
+from megavlm.rollout.buffer import StreamBatch
 from megavlm.rollout.trajectory import Episode, Group
 from tests.conftest import row, write_rows
 from tests.parity.table import Ranks
@@ -49,9 +50,9 @@ class Slow(Source):
 
     seconds, parts, waited = 0.0, [0.0] * PROMPTS, 0.0
 
-    def waves(
+    def stream(
         self, version: int, refit: Any, least_tokens: int | None = None
-    ) -> Iterator[Wave[Group]]:
+    ) -> Iterator[StreamBatch[Group]]:
         begun, places = self.now(), [*range(PROMPTS)]
         groups = [long_group(self._prompts[place], place) for place in places]
         if least_tokens is None:
@@ -62,7 +63,7 @@ class Slow(Source):
             passed = self.now() - begun
             ready = [place for place in places if self.seconds * self.parts[place] <= passed]
             places = [place for place in places if place not in ready]
-            yield Wave([groups[place] for place in ready], ready, is_last=not places)
+            yield StreamBatch([groups[place] for place in ready], ready, is_last=not places)
 
     def now(self) -> float:
         return time.process_time() + self.waited
@@ -73,7 +74,7 @@ class Slow(Source):
 
 def steps(path: Path, overlap: bool, seconds: float, parts: list[float]) -> tuple[float, float]:
     """Return the seconds of the quickest step, and the share of them in which the trainer waits."""
-    trainer = trainer_of(load(path, [f"rollout.overlap={str(overlap).lower()}"]), Slow)
+    trainer = trainer_of(load(path, [f"rollout.streaming={str(overlap).lower()}"]), Slow)
     source = trainer.source
     trainer.driver.recorder.record_step = lambda *_: None
     trainer.train_step()  # warms up; the policy is the reference
@@ -86,7 +87,7 @@ def steps(path: Path, overlap: bool, seconds: float, parts: list[float]) -> tupl
     return min(found)
 
 
-def bench_waves(tmp_path: Path) -> None:
+def bench_streaming(tmp_path: Path) -> None:
     rows = [
         row(problem="<image>How many?", images=[{"bytes": image(96, 96, i), "path": None}])
         for i in range(PROMPTS)
@@ -96,11 +97,11 @@ def bench_waves(tmp_path: Path) -> None:
     ((work, _),) = launch(1, steps, path, False, 0.0, [0.0] * PROMPTS)
     rollout = 1.5 * work
     print(f"\n{work:.2f} s of training, and groups that arrive within {rollout:.2f} s")
-    print(f"{'groups arrive':24} {'at once':>8} {'in waves':>9} {'ratio':>6}   trainer waits")
+    print(f"{'groups arrive':24} {'at once':>8} {'in stream':>9} {'ratio':>6}   trainer waits")
     for name, parts in ARRIVALS.items():
         ((serial, idle),) = launch(1, steps, path, False, rollout, parts)
-        ((waves, waits),) = launch(1, steps, path, True, rollout, parts)
+        ((stream, waits),) = launch(1, steps, path, True, rollout, parts)
         print(
-            f"{name:24} {serial:6.2f} s {waves:7.2f} s {serial / waves:5.2f}x   "
+            f"{name:24} {serial:6.2f} s {stream:7.2f} s {serial / stream:5.2f}x   "
             f"{idle:.0%}, {waits:.0%}"
         )

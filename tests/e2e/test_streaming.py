@@ -1,5 +1,5 @@
-"""Steps in waves with the real server: a run whose servers and producer are killed, and a replay of
-the same rollouts without waves.
+"""Steps in a stream of batches with the real server: a run whose servers and producer are killed,
+and a replay of the same rollouts without streaming.
 """
 
 import re
@@ -35,7 +35,7 @@ SECTIONS: dict[str, Any] = {
     "parallel": {"tensor": 2},
     "checkpoint": {"every": 2, "keep_last": None, "export_hf": False},
 }
-ROLLOUT = {"max_new_tokens": 60, "overlap": True, "concurrency": 2}
+ROLLOUT = {"max_new_tokens": 60, "streaming": True, "concurrency": 2}
 
 
 def rows_of_steps(folder: Path) -> dict[int, list[str]]:
@@ -51,7 +51,7 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {key: reader.read(key) for key in reader.tensors if key.startswith("language_model.")}
 
 
-def test_a_run_in_waves_is_its_replay_without(world: World) -> None:
+def test_a_run_in_a_stream_is_its_replay_without(world: World) -> None:
     """The servers answer two prompts at a time, so that groups arrive one after the other."""
     recipe = world.recipe("waves", **SECTIONS, run={"record_rollouts": True}, rollout=ROLLOUT)
     done = world.megavlm("train", recipe)

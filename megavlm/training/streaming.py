@@ -1,5 +1,5 @@
-"""Waves: the groups of a step, worked on as they arrive. Without rollout.overlap, a step is one
-wave.
+"""Streaming: the groups of a step, worked on as they arrive. Without rollout.streaming, a step is
+one streamed batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Literal
 from megavlm.algorithms.registry import load_advantage_estimator
 from megavlm.config.algorithm import GRPO, PolicyOptimization
 from megavlm.config.schema import Config
-from megavlm.rollout.buffer import Wave
+from megavlm.rollout.buffer import StreamBatch
 from megavlm.rollout.groups import units_of
 from megavlm.rollout.trajectory import Group
 from megavlm.training.forward_backward import Measures
@@ -18,10 +18,10 @@ from megavlm.training.step.rank_images import RankImages
 from megavlm.training.step.vision_features import VisionFeatures
 
 
-def done_early(config: Config) -> Literal["nothing", "passes", "gradients"]:
+def streaming_mode(config: Config) -> Literal["nothing", "passes", "gradients"]:
     """Return the work of a step that is done before its last group has arrived.
 
-    "nothing": The whole step is one wave. This is the case without rollout.overlap, in a replay,
+    "nothing": The whole step is one batch. This is the case without rollout.streaming, in a replay,
     and with an advantage estimator that may look at all groups of a minibatch (an estimator of the
     user's own that does not declare `within_groups`).
 
@@ -34,10 +34,11 @@ def done_early(config: Config) -> Literal["nothing", "passes", "gradients"]:
     before the step.
 
     What only reports or changes the next step (KL control, curriculum, metrics) needs no rule. With
-    dynamic sampling, groups without signal are held back until the last wave (GroupBuffer.take).
+    dynamic sampling, groups without signal are held back until the last streamed batch
+    (GroupBuffer.take).
     """
     algorithm = config.algorithm
-    if not config.rollout.overlap or config.rollout.replay is not None:
+    if not config.rollout.streaming or config.rollout.replay is not None:
         return "nothing"
     if isinstance(algorithm, GRPO) and not load_advantage_estimator(algorithm).within_groups:
         return "nothing"
@@ -52,9 +53,9 @@ def needs_whole_step(algorithm: PolicyOptimization) -> bool:
     return not isinstance(algorithm, GRPO) or load_advantage_estimator(algorithm).whiten
 
 
-def wave_tokens(config: Config, data_size: int) -> int:
-    """Return the least tokens of a wave: a round of packs on every data rank, as many as fill a
-    pipeline.
+def stream_batch_tokens(config: Config, data_size: int) -> int:
+    """Return the least tokens of a streamed batch: a round of packs on every data rank, as many as
+    fill a pipeline.
     """
     return data_size * config.parallel.pipeline * config.data.pack_tokens
 
@@ -63,9 +64,9 @@ class StepGroups:
     """The groups of a step on the driver, as they arrive.
 
     The denominator of a minibatch's loss is known when its last group has arrived. Until then one
-    is assumed from the groups of the first wave; `loss_scales` correct it.
+    is assumed from the groups of the first streamed batch; `loss_scales` correct it.
 
-    loss_scales: After the last wave, see StepPlan; before it None.
+    loss_scales: After the last streamed batch, see StepPlan; before it None.
     """
 
     loss_scales: list[float] | None = None
@@ -75,19 +76,21 @@ class StepGroups:
         self._size = settings.prompts_per_step // settings.minibatches
         self._by_place: dict[int, Group] = {}
         self._left_out: Sequence[Group] = ()
-        self.num_waves = 0
-        self.units: float | None = None  # assumed denominator; None if the step is one wave
+        self.num_stream_batches = 0
+        self.units: float | None = None  # assumed denominator; None if the step is one batch
 
-    def add(self, wave: Wave[Group]) -> list[list[Group]]:
-        """Add a wave. Returns its groups by minibatch; a minibatch may have none of them."""
-        self.num_waves += 1
-        by_place = dict(zip(wave.places, wave.groups, strict=True))
+    def add(self, streamed: StreamBatch[Group]) -> list[list[Group]]:
+        """Add a streamed batch. Returns its groups by minibatch; a minibatch may have none of
+        them.
+        """
+        self.num_stream_batches += 1
+        by_place = dict(zip(streamed.places, streamed.groups, strict=True))
         self._by_place |= by_place
-        self._left_out = wave.left_out
-        if wave.is_last:
+        self._left_out = streamed.left_out
+        if streamed.is_last:
             self.loss_scales = [*map(self._scale, self._split(self._by_place))]
-        elif self.num_waves == 1:
-            of_group = units_of(wave.groups, self._settings) / len(wave.groups)
+        elif self.num_stream_batches == 1:
+            of_group = units_of(streamed.groups, self._settings) / len(streamed.groups)
             self.units = max(of_group * self._size, 1.0)
         return self._split(by_place)
 
@@ -112,33 +115,33 @@ class StepGroups:
         return 1.0 if self.units is None else self.units / known
 
 
-class ArrivedWaves:
-    """The waves of a step on one rank, as they arrive.
+class ArrivedBatches:
+    """The streamed batches of a step on one rank, as they arrive.
 
     reports: Measures of the packs whose gradients the step's first update has accumulated.
     """
 
     def __init__(self) -> None:
         self.reports: list[Measures] = []
-        self._waves: list[tuple[RankBatch, VisionFeatures]] = []
+        self._batches: list[tuple[RankBatch, VisionFeatures]] = []
 
     def add(self, batch: RankBatch, features: VisionFeatures) -> None:
-        self._waves.append((batch, features))
+        self._batches.append((batch, features))
 
     @property
-    def num_waves(self) -> int:
-        return len(self._waves)
+    def num_stream_batches(self) -> int:
+        return len(self._batches)
 
     @property
     def is_complete(self) -> bool:
-        """True if the last wave has arrived."""
-        return bool(self._waves) and self._waves[-1][0].loss_scales is not None
+        """True if the last streamed batch has arrived."""
+        return bool(self._batches) and self._batches[-1][0].loss_scales is not None
 
     def joined(self) -> tuple[RankBatch, VisionFeatures]:
-        """Return all waves as one, with the denominators of their losses corrected."""
-        if len(self._waves) == 1:
-            return self._waves[0]
-        batches, features = zip(*self._waves, strict=True)
+        """Return all streamed batches as one, with the denominators of their losses corrected."""
+        if len(self._batches) == 1:
+            return self._batches[0]
+        batches, features = zip(*self._batches, strict=True)
         scales = batches[-1].loss_scales
         assert scales is not None
         minibatches = [

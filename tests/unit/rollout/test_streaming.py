@@ -1,5 +1,5 @@
-"""The groups of a step in waves, over fake servers: when they are handed over, in which places,
-and what happens when servers restart, or groups have no signal.
+"""The groups of a step in a stream of batches, over fake servers: when they are handed over, in
+which places, and what happens when servers restart, or groups have no signal.
 
 The producer runs in a thread.
 """
@@ -15,7 +15,7 @@ from megavlm.config.schema import Config
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Rows
 from megavlm.families import family_of
-from megavlm.rollout.buffer import Wave
+from megavlm.rollout.buffer import StreamBatch
 from megavlm.rollout.trajectory import Group
 from tests.support.server_pools import external, push, wait_for
 from tests.unit.rollout.test_ahead import (
@@ -34,13 +34,13 @@ __all__ = ["config", "fake", "files", "in_thread"]  # fixtures
 pytestmark = pytest.mark.usefixtures("in_thread")
 
 SIZE = 4  # prompts of a step
-ANY = 1  # tokens of a wave
+ANY = 1  # tokens of a streamed batch
 
 
 @pytest.fixture
-def waves(config: Config) -> Config:
+def stream(config: Config) -> Config:
     algorithm = replace(config.algorithm, prompts_per_step=SIZE)
-    rollout = replace(config.rollout, overlap=True, max_staleness=0, pause_mode="abort")
+    rollout = replace(config.rollout, streaming=True, max_staleness=0, pause_mode="abort")
     return replace(config, algorithm=algorithm, rollout=rollout)
 
 
@@ -64,30 +64,30 @@ class Late:
         [*self.released.values()][number].set()
 
 
-def rows_by_place(taken: Sequence[Wave[Group]]) -> list[int]:
+def rows_by_place(taken: Sequence[StreamBatch[Group]]) -> list[int]:
     """Return the rows of the step's groups in the order of their places, each taken once."""
     rows = {
         place: group.prompt.row.index
-        for wave in taken
-        for place, group in zip(wave.places, wave.groups, strict=True)
+        for streamed in taken
+        for place, group in zip(streamed.places, streamed.groups, strict=True)
     }
-    assert sum(len(wave.groups) for wave in taken) == len(rows)
+    assert sum(len(streamed.groups) for streamed in taken) == len(rows)
     return [rows[place] for place in sorted(rows)]
 
 
-def test_groups_are_handed_over_before_the_last_one_is_generated(waves: Config, fake: Any) -> None:
-    drawn = order(waves, 2 * SIZE)
-    late = Late(fake, waves, [drawn[2], drawn[0]])
+def test_groups_are_handed_over_before_the_last_one_is_generated(stream: Config, fake: Any) -> None:
+    drawn = order(stream, 2 * SIZE)
+    late = Late(fake, stream, [drawn[2], drawn[0]])
     with external(fake) as pool:
         push(pool, 0, (fake,))
-        source = started(waves, pool)
-        arriving = source.waves(0, no_refit, ANY)
+        source = started(stream, pool)
+        arriving = source.stream(0, no_refit, ANY)
         taken = [next(arriving)]
         wait_for(lambda: num_asked(fake) == SIZE)
-        while sum(len(wave.groups) for wave in taken) < 2:
+        while sum(len(streamed.groups) for streamed in taken) < 2:
             taken.append(next(arriving))
-        assert not any(wave.is_last for wave in taken)
-        assert sorted(place for wave in taken for place in wave.places) == [1, 3]
+        assert not any(streamed.is_last for streamed in taken)
+        assert sorted(place for streamed in taken for place in streamed.places) == [1, 3]
         late.release(0)
         taken.append(next(arriving))
         assert taken[-1].places == [2] and not taken[-1].is_last
@@ -96,7 +96,7 @@ def test_groups_are_handed_over_before_the_last_one_is_generated(waves: Config, 
         assert taken[-1].is_last and taken[-1].places == [0]
         assert num_asked(fake) == SIZE, "no prompt of the next step starts"
         push(pool, 1, (fake,))
-        taken_next = [*source.waves(1, no_refit, ANY)]
+        taken_next = [*source.stream(1, no_refit, ANY)]
         source.close()
     assert rows_by_place(taken) == drawn[:SIZE]
     assert rows_by_place(taken_next) == drawn[SIZE:]
@@ -106,35 +106,35 @@ def test_groups_are_handed_over_before_the_last_one_is_generated(waves: Config, 
     assert versions == {"1"}
 
 
-def test_a_wave_has_enough_tokens(waves: Config, fake: Any) -> None:
+def test_a_wave_has_enough_tokens(stream: Config, fake: Any) -> None:
     with external(fake) as pool:
         push(pool, 0, (fake,))
-        source = started(waves, pool)
+        source = started(stream, pool)
         (group, *_) = take(source, 0)
         push(pool, 1, (fake,))
         # Only all four groups have as many as three and a bit.
-        (wave,) = source.waves(1, no_refit, 3 * group.num_tokens + 9)
+        (streamed,) = source.stream(1, no_refit, 3 * group.num_tokens + 9)
         source.close()
-    assert wave.is_last and len(wave.groups) == SIZE
+    assert streamed.is_last and len(streamed.groups) == SIZE
     responses = [episode.num_tokens for episode in group.episodes]
     assert group.num_tokens == len(group.start.token_ids) + sum(responses)
 
 
-def test_a_server_that_restarts_within_a_step_is_refitted(waves: Config, fake: Any) -> None:
+def test_a_server_that_restarts_within_a_step_is_refitted(stream: Config, fake: Any) -> None:
     """The weights do not change within a step, so what was taken before still counts."""
-    drawn, refits = order(waves, SIZE), list[int]()
-    late = Late(fake, waves, [drawn[0]])
+    drawn, refits = order(stream, SIZE), list[int]()
+    late = Late(fake, stream, [drawn[0]])
 
     with external(fake) as pool:
         push(pool, 3, (fake,))
-        source = started(waves, pool)
+        source = started(stream, pool)
 
         def refit() -> None:
             push(pool, 3, (fake,))
-            refits.append(sum(len(wave.groups) for wave in taken))
+            refits.append(sum(len(streamed.groups) for streamed in taken))
 
-        arriving, taken = source.waves(3, refit, ANY), list[Wave[Group]]()
-        while sum(len(wave.groups) for wave in taken) < SIZE - 1:
+        arriving, taken = source.stream(3, refit, ANY), list[StreamBatch[Group]]()
+        while sum(len(streamed.groups) for streamed in taken) < SIZE - 1:
             taken.append(next(arriving))
         fake.weight_version = "0"  # it restarted, with the weights that it starts from
         late.release(0)
@@ -146,11 +146,11 @@ def test_a_server_that_restarts_within_a_step_is_refitted(waves: Config, fake: A
     assert versions == {"3"}
 
 
-def test_groups_without_signal_wait_for_the_last_wave(waves: Config, fake: Any) -> None:
+def test_groups_without_signal_wait_for_the_last_batch(stream: Config, fake: Any) -> None:
     """Further rounds fill their places. Rows with an odd answer have signal."""
-    algorithm = replace(waves.algorithm, dynamic_sampling=9)
-    reward = replace(waves.reward, name="group_rewards:of_two_numbers")
-    config = replace(waves, algorithm=algorithm, reward=reward)
+    algorithm = replace(stream.algorithm, dynamic_sampling=9)
+    reward = replace(stream.reward, name="group_rewards:of_two_numbers")
+    config = replace(stream, algorithm=algorithm, reward=reward)
     found = Rows(config.data.train_files, config.data)
     drawn = order(config, 16)
     good = [row for row in drawn if int(found[row].answer) % 2]
@@ -158,9 +158,9 @@ def test_groups_without_signal_wait_for_the_last_wave(waves: Config, fake: Any) 
     with external(fake) as pool:
         push(pool, 0, (fake,))
         source = started(config, pool)
-        taken = [*source.waves(0, no_refit, ANY)]
+        taken = [*source.stream(0, no_refit, ANY)]
         source.close()
-    assert [wave.is_last for wave in taken] == [False] * (len(taken) - 1) + [True]
+    assert [streamed.is_last for streamed in taken] == [False] * (len(taken) - 1) + [True]
     rows, left_out = rows_by_place(taken), [g.prompt.row.index for g in taken[-1].left_out]
     assert {*rows} <= {*good} and not {*left_out} & {*good}
     assert sorted(rows + left_out) == sorted(drawn[: len(rows) + len(left_out)])
