@@ -24,7 +24,7 @@ class Rates:
 
     Assumed: nvlink: 450 GB/s per direction at 75 %. network: One 400 Gb/s port per GPU at 80 %.
     eager: Seconds in which Python launches a layer without a CUDA graph. all_reduce: Latency of an
-    all-reduce. sync_round: Seconds of a portion of a weight update besides its bytes, for the
+    all-reduce. sync_round: Seconds of a bucket of a weight update besides its bytes, for the
     messages about it and the starts of its copies.
     """
 

@@ -335,7 +335,7 @@ class StepModel:
 
     @property
     def sync_rounds(self) -> int:
-        """Number of portions that a server's rank receives one after the other in a weight sync."""
+        """Number of buckets that a server's rank receives one after the other in a weight sync."""
         traits = TRANSPORT_TRAITS[self._config.rollout.sync]
         size = GPU_PORTION if traits.needs_loader else BUCKET
         return math.ceil(max(self.received, self.sent) / size)

@@ -1,5 +1,5 @@
 """Schedule of a weight update: which trainer rank sends which parts of its shards to which ranks of
-servers, in which portions. All functions are pure, and every rank computes the same schedule.
+servers, in which buckets. All functions are pure, and every rank computes the same schedule.
 """
 
 import math
@@ -93,31 +93,31 @@ class Stream:
     """The bytes that one trainer rank sends to one target.
 
     Example, 5 GiB from rank 3 to target 0 in rounds of 2 GiB, by rank 8 on the servers' node:
-        Stream(holder=3, sender=8, target=0, portions=three tuples of pieces, 1.67 GiB each)
+        Stream(holder=3, sender=8, target=0, buckets=three tuples of pieces, 1.67 GiB each)
 
     holder: Trainer rank whose shards the pieces are of. sender: Trainer rank that hands them to the
     servers: the holder, or a rank on the servers' node to which the holder sends them once.
-    portions: Pieces of each round; all streams have the same number of rounds.
+    buckets: Pieces of each round; all streams have the same number of rounds.
     """
 
     holder: int
     sender: int
     target: int
-    portions: tuple[tuple[Piece, ...], ...]
+    buckets: tuple[tuple[Piece, ...], ...]
 
     @property
     def room(self) -> int:
-        """Bytes of the largest portion, rounded up to whole words of its checksum."""
-        return max(padded(sum(piece.nbytes for piece in portion)) for portion in self.portions)
+        """Bytes of the largest bucket, rounded up to whole words of its checksum."""
+        return max(padded(sum(piece.nbytes for piece in bucket)) for bucket in self.buckets)
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.nbytes for portion in self.portions for piece in portion)
+        return sum(piece.nbytes for bucket in self.buckets for piece in bucket)
 
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """Targets and streams of a weight update. rounds: Number of portions of every stream. tensors:
+    """Targets and streams of a weight update. rounds: Number of buckets of every stream. tensors:
     Number of HF tensors.
     """
 
@@ -147,11 +147,11 @@ class Server:
 
 
 def make_schedule(
-    plan: SyncPlan, servers: Sequence[Server], dtype: torch.dtype, portion_bytes: int
+    plan: SyncPlan, servers: Sequence[Server], dtype: torch.dtype, bucket_bytes: int
 ) -> SyncSchedule:
     """Return the schedule of an update.
 
-    dtype: The dtype of the servers' weights. portion_bytes: Bytes that a rank of a server receives,
+    dtype: The dtype of the servers' weights. bucket_bytes: Bytes that a rank of a server receives,
     and a rank of the trainer sends, in a round.
 
     The bytes of a shard are balanced over the ranks that hold it. To servers on a trainer node, the
@@ -185,13 +185,13 @@ def make_schedule(
         received[target] += _size(pieces)
         sent[sender] += _size(pieces)
     most = max([*received.values(), *sent.values()], default=0)
-    rounds = math.ceil(most / portion_bytes)
+    rounds = math.ceil(most / bucket_bytes)
     streams = []
     for (holder, sender, target), pieces in sorted(shares.items(), key=lambda item: item[0]):
         # Pieces of an entry stay together, because its shard is made for each round anew.
         pieces.sort(key=lambda piece: (piece.whole, piece.entry))
-        portions = tuple(tuple(sorted(part, key=_place)) for part in cut(pieces, rounds))
-        streams.append(Stream(holder, sender, target, portions))
+        buckets = tuple(tuple(sorted(part, key=_place)) for part in cut(pieces, rounds))
+        streams.append(Stream(holder, sender, target, buckets))
     entries = {piece.entry for pieces in queues.values() for piece in pieces}
     names = {name for index in entries for name in plan.entries[index].hf}
     return SyncSchedule(targets, streams, rounds, len(names))
@@ -232,7 +232,7 @@ def cut(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
 
 
 def _place(piece: Piece) -> tuple[bool, int]:
-    """Return the key by which the pieces of a portion are sorted. Whole experts come last, because
+    """Return the key by which the pieces of a bucket are sorted. Whole experts come last, because
     checksums leave them out; wide numbers first, so that every piece is aligned.
     """
     return piece.whole, -piece.dtype.itemsize

@@ -21,8 +21,8 @@ class SyncSettings:
     in_place). flush_aborted: True if requests are in flight during an update that aborts them. They
     are sent again before the client knows the new version, and would find what the old weights
     cached under the name of the old version. timeout: Seconds for a request to a server, and for a
-    portion. bucket_bytes: Bytes that a rank of a server receives, and a rank of the trainer sends,
-    in one portion; each holds two portions. The transport through files gathers as many on a rank.
+    bucket. bucket_bytes: Bytes that a rank of a server receives, and a rank of the trainer sends,
+    in one bucket; each holds two buckets. The transport through files gathers as many on a rank.
     fp8: True if the weights of language layers are sent in block FP8, quantised from `dtype`.
     """
 

@@ -6,7 +6,7 @@ adapters as such; by each transport. `least`: what the ranks of the server store
 Seconds are medians of three, and mean little across machines; most of them are the server's, which
 loads and hashes on the trainer's cores.
 
-`bench_portions`: seconds against the number of portions.
+`bench_buckets`: seconds against the number of buckets.
 """
 
 import statistics
@@ -138,22 +138,22 @@ def timed(sync: WeightSync, *, full: bool = False) -> tuple[int, float]:
     return reports[0].bytes, statistics.median(report.seconds for report in reports)
 
 
-def bench_portions(tmp_path: Path) -> None:
+def bench_buckets(tmp_path: Path) -> None:
     """A fake server of two ranks in a process of its own, so that little but the messages counts:
-    the same update from two stages in more and more portions.
+    the same update from two stages in more and more buckets.
     """
     for kind in ("tensor", "distributed"):
         found = []
-        for portion in (2**14, 2**11, 2**9, 2**7):
+        for bucket in (2**14, 2**11, 2**9, 2**7):
             with GlooEngine(SHAPES) as engine:
-                arguments = ([engine.url], range(1, 8), kind, portion)
+                arguments = ([engine.url], range(1, 8), kind, bucket)
                 result, _ = launch(2, pushes, *arguments, timeout=600)
             plan, servers = make_plan(2), [Server(engine.url, SERVER, True)]
-            rounds = make_schedule(plan, servers, torch.float32, portion).rounds
+            rounds = make_schedule(plan, servers, torch.float32, bucket).rounds
             found.append((rounds, statistics.median(x.seconds for x in result["reports"][1:])))
         (first, least), (last, most) = found[0], found[-1]
-        print(f"\n{kind}: portions and seconds", ", ".join(f"{n}: {s:.3f}" for n, s in found))
-        print(f"  {1e3 * (most - least) / (last - first):.2f} ms a portion")
+        print(f"\n{kind}: buckets and seconds", ", ".join(f"{n}: {s:.3f}" for n, s in found))
+        print(f"  {1e3 * (most - least) / (last - first):.2f} ms a bucket")
 
 
 def transport(kind: str, scratch: Path) -> Transport:

@@ -30,7 +30,7 @@ Shapes = Sequence[dict[str, Any]]  # of the parameters of each rank
 
 class FakeEngine(FakeServer):
     """`spoil`: a parameter that its first rank changes after it has loaded an update. `dies_at`:
-    the portion, from 1, before which its process ends; 0: when it gets an update. fill: Value of
+    the bucket, from 1, before which its process ends; 0: when it gets an update. fill: Value of
     its parameters at first; NaN is as memory that was released.
     """
 
@@ -46,7 +46,7 @@ class FakeEngine(FakeServer):
         super().__init__(weight_version=weight_version, device="cpu", port=port)
         self.info = {"custom_weight_loader": [LOADER], "tp_size": len(shapes)}
         self.spoil: str | None = None
-        self._dies_at, self._portions = dies_at, 0
+        self._dies_at, self._buckets = dies_at, 0
         self.ranks = [_Parameters(of_rank, self, fill) for of_rank in shapes]
         self._modules = [_own_module() for _ in shapes]
         for module in self._modules:
@@ -80,14 +80,14 @@ class FakeEngine(FakeServer):
 
     def _counted(self, load: Any) -> Any:
         def counting(*args: Any) -> None:
-            self._portions += 1
-            self._die_at(self._portions)
+            self._buckets += 1
+            self._die_at(self._buckets)
             load(*args)
 
         return counting
 
-    def _die_at(self, portion: int) -> None:
-        if portion == self._dies_at:
+    def _die_at(self, bucket: int) -> None:
+        if bucket == self._dies_at:
             os._exit(9)
 
 

@@ -1,4 +1,4 @@
-"""A transport that calls back when it begins to send and after each portion."""
+"""A transport that calls back when it begins to send and after each bucket."""
 
 from collections.abc import Callable
 

@@ -42,10 +42,10 @@ def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) 
     )
     policy = RestartPolicy(max_restarts=2, start_timeout=START, needs_refit=True)
     mesh, entries, chunks = trainer.start()
-    portions = itertools.count()
+    buckets = itertools.count()
 
     def kill_after_first() -> None:
-        if next(portions) == 1:
+        if next(buckets) == 1:
             assert server._process is not None
             os.killpg(server._process.pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Weight loader that runs inside SGLang's ranks: in one request, a rank receives every portion of
+"""Weight loader that runs inside SGLang's ranks: in one request, a rank receives every bucket of
 an update from all trainer ranks that send to it, copies them into place, and returns checksums.
 
 SGLang calls `receive` by its name in `--custom-weight-loader`. Its own loaders take only whole
@@ -7,13 +7,13 @@ first. The trainer imports it for `pack`, `checksum` and `join`, so that both si
 code.
 
 A rank gets one pair: a JSON text (the task) and an empty tensor. The task has `host` and `port` of
-the trainer's store, `timeout` in seconds for each portion, `attempt`, the prefix of the attempt's
+the trainer's store, `timeout` in seconds for each bucket, `attempt`, the prefix of the attempt's
 keys, and `answer`, the key of this rank's answer. `streams` has for each sender the key of its
 stream and this rank's place among the stream's readers; `group`, if weights come over the network,
 [name, rank, size, backend, ranks of the senders], and otherwise they are in the senders' memory.
 `plan` is the digest of the plan, and `content` the plan itself if this process may not have it:
 `names`, [name, shape, dtype, whole] of each parameter; `full`, true if it has all parameters;
-`rounds`; `streams`, for each sender a list of portions, which are lists of pieces [place in names,
+`rounds`; `streams`, for each sender a list of buckets, which are lists of pieces [place in names,
 row, dim, start, length]; and `copies`, parameter -> another name under which some servers have a
 separate copy of it.
 """
@@ -38,7 +38,7 @@ GRACE = 5.0  # seconds for a thread to end after its group was left
 WORDS = 2**21  # words of a checksum that are multiplied at a time, 16 MiB
 Piece = tuple[int, int | None, int, int, int]
 Task = dict[str, Any]
-Load = Callable[[int, int, torch.Tensor], None]  # of a stream's portion
+Load = Callable[[int, int, torch.Tensor], None]  # of a stream's bucket
 
 _plans: dict[str, Any] = {}  # by digest: one of what training changes, and one of everything
 _groups: dict[str, dist.ProcessGroup] = {}
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 def receive(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Receive an update. This rank answers with a JSON object in the trainer's store: `error`, why
-    it did not load the update; `sums`, the checksums of each stream's portions; or `gave_up`,
+    it did not load the update; `sums`, the checksums of each stream's buckets; or `gave_up`,
     because another rank has failed. Any rank that fails sets `ATTEMPT/fault`. Nothing is raised,
     because an exception would end SGLang's process.
     """
@@ -203,7 +203,7 @@ def _connect(task: Task, use: str) -> dist.TCPStore:
 
 
 def _receive(model: Any, task: Task, inference: bool, answers: list[dict[str, Any]]) -> None:
-    """Receive and load all portions, and append the answer. inference: True if SGLang's thread is
+    """Receive and load all buckets, and append the answer. inference: True if SGLang's thread is
     in inference mode.
     """
     device = next(model.parameters()).device
@@ -264,8 +264,8 @@ class _Update:
         rest = {
             name: self._parameters[name].numel() for name, *_, w in self._plan["names"] if not w
         }
-        for portions in self._plan["streams"]:
-            for piece in (piece for pieces in portions for piece in pieces):
+        for buckets in self._plan["streams"]:
+            for piece in (piece for pieces in buckets for piece in pieces):
                 name, *_, whole = self._plan["names"][piece[0]]
                 if not whole:
                     rest[name] -= self._place(piece).numel()
@@ -275,7 +275,7 @@ class _Update:
                 self._copies[name].data.zero_()
 
     def load(self, stream: int, number: int, buffer: torch.Tensor) -> None:
-        """Load portion `number` of a stream."""
+        """Load bucket `number` of a stream."""
         pieces = self._plan["streams"][stream][number]
         places = [self._place(piece) for piece in pieces]
         parts = _views(buffer, [x.shape for x in places], [x.dtype for x in places])
@@ -300,13 +300,13 @@ class _Update:
                 module.refresh_gemma_weight()
 
     def sums(self) -> list[list[list[int]]]:
-        """Return the checksum of each portion of each stream, as the parameters have it now. A
+        """Return the checksum of each bucket of each stream, as the parameters have it now. A
         separate copy of a parameter that differs makes it another.
         """
         found, counts = [], []
-        for portions in self._plan["streams"]:
-            counts.append(len(portions))
-            for pieces in portions:
+        for buckets in self._plan["streams"]:
+            counts.append(len(buckets))
+            for pieces in buckets:
                 pieces = [piece for piece in pieces if not self._plan["names"][piece[0]][3]]
                 places = [self._place(piece) for piece in pieces]
                 size = sum(place.nbytes for place in places)
@@ -334,7 +334,7 @@ class _Update:
 def _from_memory(
     task: Task, plan: Any, store: dist.Store, device: torch.device, load: Load
 ) -> None:
-    """Load portions from the senders' memory: each sender has two buffers, says which portion is
+    """Load buckets from the senders' memory: each sender has two buffers, says which bucket is
     ready, and is told that it has been read.
     """
     fault, limit = task["attempt"] + "/fault", task["timeout"]
@@ -383,7 +383,7 @@ def _opened(place: Any, device: torch.device) -> torch.Tensor:
 
 
 def _by_network(task: Task, plan: Any, store: dist.Store, device: torch.device, load: Load) -> None:
-    """Receive portions in a process group with the senders, one while the portion before is
+    """Receive buckets in a process group with the senders, one while the bucket before is
     loaded.
     """
     name, rank, size, backend, senders = task["group"]
@@ -394,8 +394,8 @@ def _by_network(task: Task, plan: Any, store: dist.Store, device: torch.device, 
         meet(_groups[name], device)
     group, names = _groups[name], plan["names"]
     sizes = [
-        [sum(_bytes(names, piece) for piece in pieces) for pieces in portions]
-        for portions in plan["streams"]
+        [sum(_bytes(names, piece) for piece in pieces) for pieces in buckets]
+        for buckets in plan["streams"]
     ]
     flats = [
         torch.empty((2, max(of_stream, default=0)), dtype=torch.uint8, device=device)

@@ -1,5 +1,5 @@
 """Transport by NCCL or gloo: one process group of all sending ranks and all ranks of the servers,
-in which every rank sends its portions point to point.
+in which every rank sends its buckets point to point.
 
 The group is kept until its members change, or one of them fails or restarts.
 """
@@ -19,11 +19,11 @@ from megavlm.parallel import platform
 from megavlm.parallel.watchdog import SERVERS_GROUP
 from megavlm.weight_sync.schedule import Server, SyncSchedule
 from megavlm.weight_sync.transports.base import Sending
-from megavlm.weight_sync.transports.portions import Packer, PortionTransport, Sums
+from megavlm.weight_sync.transports.buckets import BucketTransport, Packer, Sums
 from megavlm.weight_sync.update import SyncAttempt
 
 
-class DistributedTransport(PortionTransport):
+class DistributedTransport(BucketTransport):
     traits = TRANSPORT_TRAITS["distributed"]
 
     def __init__(self, *, timeout: float = 300.0) -> None:
@@ -82,7 +82,7 @@ class DistributedTransport(PortionTransport):
             for work in works.pop(number - 2, ()):
                 work.wait()  # its buffers are used again
             parts = [
-                (packer.pack(index, stream.portions[number], buffers[index][number % 2]), index)
+                (packer.pack(index, stream.buckets[number], buffers[index][number % 2]), index)
                 for index, stream in streams.items()
             ]
             packer.next_round()

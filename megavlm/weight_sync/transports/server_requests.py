@@ -28,7 +28,7 @@ PROBE_TIMEOUT = 5.0  # seconds
 KEPT = 2  # plans of a server's rank, and schedules: of what training changes, and of everything
 
 Requests = dict[Future[Any], str]  # the URL of each request's server
-GroupOf = Callable[[SyncSchedule, str, int, str], Any]  # PortionTransport._group
+GroupOf = Callable[[SyncSchedule, str, int, str], Any]  # BucketTransport._group
 
 
 class ServerRequests:
@@ -158,18 +158,18 @@ def _content(schedule: SyncSchedule, number: int) -> tuple[str, Any]:
     for stream in schedule.streams:
         if stream.target != number:
             continue
-        portions = []
-        for portion in stream.portions:
+        buckets = []
+        for bucket in stream.buckets:
             pieces = []
-            for piece in portion:
+            for piece in bucket:
                 if piece.name not in names:
                     names[piece.name] = len(names)
                     dtype = str(piece.dtype).removeprefix("torch.")
                     described.append((piece.name, piece.shape, dtype, piece.whole))
                 place = names[piece.name]
                 pieces.append((place, piece.row, piece.dim, piece.start, piece.length))
-            portions.append(pieces)
-        streams.append(portions)
+            buckets.append(pieces)
+        streams.append(buckets)
     copies = {EMBEDDING: HEAD} if schedule.targets[number].layout.tied_embeddings else {}
     content = {
         "names": described,

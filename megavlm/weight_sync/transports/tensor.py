@@ -2,7 +2,7 @@
 between GPUs.
 
 A sender has two buffers for each target, which all servers of the target's kind on the node read:
-while they read one, it packs the next portion into the other. Shards that no rank of the node holds
+while they read one, it packs the next bucket into the other. Shards that no rank of the node holds
 come from a holder elsewhere, once a node, straight into these buffers.
 
 Between GPUs a server's rank reads the buffers on the sender's GPU, so servers must see that GPU.
@@ -22,12 +22,12 @@ from megavlm.parallel import platform
 from megavlm.parallel.shared_file import shared_file
 from megavlm.weight_sync.schedule import Server, Stream, SyncSchedule
 from megavlm.weight_sync.transports.base import Sending
-from megavlm.weight_sync.transports.portions import Packer, PortionTransport, Sums, size_of
+from megavlm.weight_sync.transports.buckets import BucketTransport, Packer, Sums, size_of
 from megavlm.weight_sync.transports.store import Fault, Rendezvous
 from megavlm.weight_sync.update import SyncAttempt
 
 
-class TensorTransport(PortionTransport):
+class TensorTransport(BucketTransport):
     traits = TRANSPORT_TRAITS["tensor"]
 
     def _servers(self, attempt: SyncAttempt) -> list[Server]:
@@ -73,11 +73,11 @@ class TensorTransport(PortionTransport):
                 # Ranks that send to each other go on in step, even if a server has failed.
                 operations = []
                 for index, stream in mine.items():
-                    buffer, portion = buffers[index][number % 2], stream.portions[number]
+                    buffer, bucket = buffers[index][number % 2], stream.buckets[number]
                     if stream.holder == rank:
-                        part = packer.pack(index, portion, buffer)
+                        part = packer.pack(index, bucket, buffer)
                     else:
-                        part = buffer[: size_of(portion)]
+                        part = buffer[: size_of(bucket)]
                     if stream.holder != stream.sender and len(part):
                         sends = stream.holder == rank
                         peer = stream.sender if sends else stream.holder
@@ -104,7 +104,7 @@ class TensorTransport(PortionTransport):
         number: int,
         store: dist.Store,
     ) -> None:
-        """Block until all servers have read a portion. Raises Fault if one has not."""
+        """Block until all servers have read a bucket. Raises Fault if one has not."""
         urls = schedule.targets[schedule.streams[index].target].urls
         prefix = rendezvous.stream(index)
         keys = [f"{prefix}/read/{number}/{reader}" for reader in range(len(urls))]

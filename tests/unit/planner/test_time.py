@@ -90,7 +90,7 @@ def test_each_saving_shortens_its_phase(tmp_path: Path) -> None:
 def test_rates_bound_their_phases(tmp_path: Path) -> None:
     plain = modelled(SEVEN, tmp_path).seconds()
     fast = modelled(SEVEN, tmp_path, Rates(sync_round=0.0)).seconds()
-    assert plain["sync"] - fast["sync"] == pytest.approx(2 * 0.01), "3.8 GB in portions of 2 GiB"
+    assert plain["sync"] - fast["sync"] == pytest.approx(2 * 0.01), "3.8 GB in buckets of 2 GiB"
     assert fast["rollout"] == plain["rollout"]
     slow = modelled(SEVEN, tmp_path, Rates(memory=1e12)).seconds()
     assert slow["rollout"] > 1.2 * plain["rollout"] and slow["update"] == plain["update"]

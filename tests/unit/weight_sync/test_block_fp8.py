@@ -21,7 +21,7 @@ from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.schedule import Server, SyncSchedule, make_schedule, padded
 from megavlm.weight_sync.sglang_layout import ServerLayout, linear_rows
 from megavlm.weight_sync.trainable import trained_entries
-from megavlm.weight_sync.transports.portions import Packer, size_of
+from megavlm.weight_sync.transports.buckets import Packer, size_of
 from tests.parity.table import FAMILIES
 from tests.support.families import small_config
 from tests.support.levels import slow
@@ -101,7 +101,7 @@ def servers_of(config: Any) -> list[ServerLayout]:
 
 
 def received(plan: SyncPlan, schedule: SyncSchedule, number: int) -> dict[str, Tensor]:
-    """What a target holds after its senders have packed their portions."""
+    """What a target holds after its senders have packed their buckets."""
     layout = plan.trainer.layout
     sizes = {"tensor": layout.tensor, "expert_tensor": layout.expert_tensor}
     held: dict[str, Tensor] = {}
@@ -110,19 +110,19 @@ def received(plan: SyncPlan, schedule: SyncSchedule, number: int) -> dict[str, T
         if stream.target != number:
             continue
         shards = {}
-        for piece in (piece for portion in stream.portions for piece in portion):
+        for piece in (piece for bucket in stream.buckets for piece in bucket):
             entry, holders = plan.entries[piece.entry], plan.holders[piece.entry]
             (shard,) = (shard for shard, ranks in enumerate(holders) if stream.holder in ranks)
             size = 1 if entry.shard.dim is None else sizes[entry.shard.axis]
             mine = shard_tensor(entry, full(plan, piece.entry), shard, size)
             shards[piece.entry] = partial(torch.clone, mine)
         packer = Packer(shards, torch.bfloat16)
-        for portion in stream.portions:
-            buffer = torch.empty(padded(size_of(portion)), dtype=torch.uint8)
-            packer.pack(index, portion, buffer)
+        for bucket in stream.buckets:
+            buffer = torch.empty(padded(size_of(bucket)), dtype=torch.uint8)
+            packer.pack(index, bucket, buffer)
             packer.next_round()
             start = 0
-            for piece in portion:
+            for piece in bucket:
                 part = buffer[start : start + piece.nbytes].view(piece.dtype)
                 start += piece.nbytes
                 to = held.setdefault(piece.name, torch.zeros(piece.shape, dtype=piece.dtype))
@@ -202,8 +202,8 @@ def test_an_update_has_half_the_bytes(
         of_layers = [
             piece.nbytes
             for stream in schedule.streams
-            for portion in stream.portions
-            for piece in portion
+            for bucket in stream.buckets
+            for piece in bucket
             if is_quantised(piece.name.removesuffix(SUFFIX))
         ]
         sent[fp8] = sum(of_layers)

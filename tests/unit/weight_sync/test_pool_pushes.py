@@ -154,10 +154,10 @@ def comes_back(port: int, dies: Callable[[], Any], again: Callable[[], Any]) -> 
     lines: list[str] = []
     url = f"http://127.0.0.1:{port}"
     with pool_of(lines, url) as pool:
-        portions = itertools.count()
+        buckets = itertools.count()
 
         def die_at_first() -> None:
-            if next(portions) == 0:
+            if next(buckets) == 0:
                 dies()
                 threading.Timer(1.0, again).start()
 

@@ -85,8 +85,8 @@ def received(plan: SyncPlan, schedule: SyncSchedule, number: int) -> dict[str, T
     for stream in schedule.streams:
         if stream.target != number:
             continue
-        for portion in stream.portions:
-            for piece in portion:
+        for bucket in stream.buckets:
+            for piece in bucket:
                 entry: Entry = plan.entries[piece.entry]
                 shards = [
                     shard
@@ -175,7 +175,7 @@ def test_all_holders_send_alike(
     for stream in schedule.streams:
         sent[stream.sender] += stream.nbytes
         got[stream.target] += stream.nbytes
-        assert stream.room <= 2**28 and len(stream.portions) == schedule.rounds
+        assert stream.room <= 2**28 and len(stream.buckets) == schedule.rounds
     for stage in range(layout.pipeline):
         ranks = range(trainer.first_of(stage), trainer.first_of(stage) + trainer.per_stage)
         share = sum(sent[rank] for rank in ranks) / len(ranks)
@@ -210,9 +210,9 @@ def test_pieces_are_cut_between_rows() -> None:
     plan = tiny_plan("qwen2_5_vl", Layout(), 1)
     schedule = make_schedule(plan, [Server("", ServerLayout(), True)], torch.float32, 2**30)
     (stream,) = schedule.streams
-    (portion,) = stream.portions
-    parts = cut(portion, 7)
+    (bucket,) = stream.buckets
+    parts = cut(bucket, 7)
     sizes = [sum(piece.nbytes for piece in part) for part in parts]
-    widest = max(piece.unit for piece in portion)
+    widest = max(piece.unit for piece in bucket)
     assert len(parts) == 7 and sum(sizes) == stream.nbytes
     assert max(sizes) - min(sizes) <= 2 * widest

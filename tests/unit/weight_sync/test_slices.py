@@ -118,7 +118,7 @@ def make_plan(stages: int) -> SyncPlan:
 
 
 def pushes(
-    urls: Sequence[str], versions: Sequence[int], kind: str, portion: int = 2048
+    urls: Sequence[str], versions: Sequence[int], kind: str, bucket: int = 2048
 ) -> dict[str, Any]:
     """On each of the stages: a rank."""
     plan = make_plan(dist.get_world_size())
@@ -129,7 +129,7 @@ def pushes(
         plan,
         [model],  # type: ignore[list-item]
         way(timeout=scaled(30)),
-        SyncSettings(torch.float32, HEADS, timeout=scaled(30), bucket_bytes=portion),
+        SyncSettings(torch.float32, HEADS, timeout=scaled(30), bucket_bytes=bucket),
         receivers=receivers if dist.get_rank() == 0 else None,
     )
     reports, errors = [], []
@@ -157,7 +157,7 @@ def check_held(engine: GlooEngine, version: str, pushes: int) -> None:
 @pytest.mark.parametrize("kind", ["distributed", "tensor"])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_servers_get_three_requests_a_push(kind: str, stages: int) -> None:
-    """And one more when they are new. All ranks of all stages send in many portions. Padding, which
+    """And one more when they are new. All ranks of all stages send in many buckets. Padding, which
     is not sent, is zero even on a server whose memory has something else in it.
     """
     with GlooEngine(SHAPES, fill=math.nan) as one, GlooEngine(SHAPES) as other:

@@ -88,7 +88,7 @@ def pushes(
     floor: int = 0,
     between: Callable[[], object] | None = None,
 ) -> dict[str, Any]:
-    """On each rank. Portions of one tensor. `between`: ends and starts the first server,
+    """On each rank. Buckets of one tensor. `between`: ends and starts the first server,
     after the first push.
     """
     size = dist.get_world_size()

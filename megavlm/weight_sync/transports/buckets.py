@@ -1,4 +1,4 @@
-"""Sending of scheduled portions: what the transports through memory and through the network share.
+"""Sending of scheduled buckets: what the transports through memory and through the network share.
 
 Rank 0 serves a store on a port of its own and sends one request to each server. From then on every
 sending rank and every rank of the servers follows the schedule, and they talk through the store:
@@ -27,11 +27,11 @@ from megavlm.weight_sync.transports.server_requests import KEPT, Requests, Serve
 from megavlm.weight_sync.transports.store import Fault, Rendezvous, StoreClient
 from megavlm.weight_sync.update import SendReport, SyncAttempt
 
-Sums = dict[int, list[list[int]]]  # the checksums of all portions by stream
+Sums = dict[int, list[list[int]]]  # the checksums of all buckets by stream
 
 
-class PortionTransport:
-    """Sends every rank's own shards, by `make_schedule`. timeout: Seconds for each portion."""
+class BucketTransport:
+    """Sends every rank's own shards, by `make_schedule`. timeout: Seconds for each bucket."""
 
     def __init__(self, *, timeout: float = 300.0) -> None:
         self._timeout = timeout
@@ -39,7 +39,7 @@ class PortionTransport:
         self._store = StoreClient(timeout)
         self._requests = ServerRequests(self._store, self._group, timeout)  # of rank 0
         self._schedules: dict[object, SyncSchedule] = {}
-        self._progress = 0.0  # time.monotonic() at the last portion
+        self._progress = 0.0  # time.monotonic() at the last bucket
 
     def prepare(self, servers: Servers, attempt: SyncAttempt) -> Rendezvous:
         address = self._store.serve(attempt.urls)
@@ -87,8 +87,8 @@ class PortionTransport:
         for (url, rank), answer in self._requests.answers.items():
             names = set()
             for index, held in zip(schedule.to(url, rank), answer["sums"], strict=True):
-                portions = schedule.streams[index].portions
-                for pieces, mine, theirs in zip(portions, sent[index], held, strict=True):
+                buckets = schedule.streams[index].buckets
+                for pieces, mine, theirs in zip(buckets, sent[index], held, strict=True):
                     names |= {piece.name for piece in pieces if not piece.whole}
                     if mine != theirs:
                         first, last = pieces[0].name, pieces[-1].name
@@ -129,7 +129,7 @@ class PortionTransport:
     # Waiting and failures
 
     def note_progress(self) -> None:
-        """Note that a portion was sent."""
+        """Note that a bucket was sent."""
         self._progress = time.monotonic()
 
     def _wait(self, work: "Future[Sums]", requests: Requests, rendezvous: Rendezvous) -> None:
@@ -147,7 +147,7 @@ class PortionTransport:
                 raise Fault("; ".join(refused.values()), refused)
             self._store.check(rendezvous)
             if work in waiting and time.monotonic() > self._progress + self._timeout:
-                raise Fault(f"no portion was sent for {self._timeout:g} s")
+                raise Fault(f"no bucket was sent for {self._timeout:g} s")
 
     def _give_up(
         self, fault: Exception, sending: Sending, work: "Future[Sums]", requests: Requests
@@ -173,7 +173,7 @@ class PortionTransport:
 
 
 class Packer:
-    """Packs portions of this rank's shards. A shard that several streams need in a round is made
+    """Packs buckets of this rank's shards. A shard that several streams need in a round is made
     once, because a merged adapter is computed for it.
 
     dtype: The dtype that shards are quantised from.
@@ -184,13 +184,13 @@ class Packer:
         self._made: dict[int, Tensor] = {}
         self.sums: dict[int, list[Tensor]] = defaultdict(list)
 
-    def pack(self, stream: int, portion: Sequence[Piece], buffer: Tensor) -> Tensor:
-        """Pack a portion, and return its part of the buffer. Raises Fault if there is no memory for
+    def pack(self, stream: int, bucket: Sequence[Piece], buffer: Tensor) -> Tensor:
+        """Pack a bucket, and return its part of the buffer. Raises Fault if there is no memory for
         it.
         """
         parts = []
         try:
-            for piece in portion:
+            for piece in bucket:
                 if piece.entry not in self._made:
                     self._made[piece.entry] = self._shards[piece.entry]()
                 part = self._made[piece.entry].narrow(
@@ -200,12 +200,12 @@ class Packer:
                     quantise = block_fp8.values if piece.form == "values" else block_fp8.scales
                     part = quantise(part.to(self._dtype))
                 parts.append(part)
-            pack(parts, buffer, [piece.dtype for piece in portion])
-            compared = sum(piece.nbytes for piece in portion if not piece.whole)
+            pack(parts, buffer, [piece.dtype for piece in bucket])
+            compared = sum(piece.nbytes for piece in bucket if not piece.whole)
             self.sums[stream].append(checksum(buffer[:compared]))
         except RuntimeError as error:
             raise Fault(f"weights could not be packed: {error}", is_own=True) from error
-        return buffer[: size_of(portion)]
+        return buffer[: size_of(bucket)]
 
     def next_round(self) -> None:
         self._made.clear()
@@ -214,9 +214,9 @@ class Packer:
         return {index: torch.stack(sums).tolist() for index, sums in self.sums.items()}
 
 
-def size_of(portion: Sequence[Piece]) -> int:
-    """Return the bytes of a portion."""
-    return sum(piece.nbytes for piece in portion)
+def size_of(bucket: Sequence[Piece]) -> int:
+    """Return the bytes of a bucket."""
+    return sum(piece.nbytes for piece in bucket)
 
 
 def _in_thread(work: Callable[[], Sums]) -> "Future[Sums]":
