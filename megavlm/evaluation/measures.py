@@ -9,7 +9,7 @@ from megavlm.config.evaluation import Evaluation
 from megavlm.data.rows import Row
 from megavlm.evaluation.baselines import Known, exchange_images
 from megavlm.evaluation.result import EvaluationResult, Measure, measure
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Answer:
     failure: str | None = None  # kind of failure if its reward could not be computed
 
 
-PlayFunction = Callable[[Sequence[Row], Sampling], Sequence[Answer]]
+PlayFunction = Callable[[Sequence[Row], SamplingParams], Sequence[Answer]]
 
 
 def measure_policy(
@@ -28,7 +28,7 @@ def measure_policy(
     *,
     known: Known,
     num_tokens: Callable[[Row], int],
-    sampling: Sampling,
+    sampling_params: SamplingParams,
     settings: Evaluation,
     seed: int,
 ) -> EvaluationResult:
@@ -39,16 +39,16 @@ def measure_policy(
     length of a row's prompt. settings: selects the optional measures.
     """
     started = time.perf_counter()
-    greedy = replace(sampling, temperature=0.0)
+    greedy = replace(sampling_params, temperature=0.0)
     categories = [row.category for row in rows]
     failures: Counter[str] = Counter()
 
-    def answers(questions: Sequence[Row], how: Sampling) -> Sequence[Answer]:
+    def answers(questions: Sequence[Row], how: SamplingParams) -> Sequence[Answer]:
         given = play(questions, how)
         failures.update(answer.failure for answer in given if answer.failure)
         return given
 
-    def correct(questions: Sequence[Row], how: Sampling) -> Measure:
+    def correct(questions: Sequence[Row], how: SamplingParams) -> Measure:
         return share(answers(questions, how), questions)
 
     def share(given: Sequence[Answer], questions: Sequence[Row]) -> Measure:
@@ -73,7 +73,7 @@ def measure_policy(
     exchanged = _exchange(num_tokens, rows, seed) if settings.shuffled else []
     return EvaluationResult(
         greedy=share(greedy_answers, rows),
-        sampled=correct(rows, sampling) if settings.sampled else None,
+        sampled=correct(rows, sampling_params) if settings.sampled else None,
         valid=measure(valid, categories) if known.valid else None,
         blind=blind,
         shuffled=correct(exchanged, greedy) if exchanged else None,

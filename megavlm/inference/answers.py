@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megavlm.inference.errors import RolloutRequestError
-from megavlm.inference.protocol import ABORT, Response, Sampling, VersionSpan, first_unrouted
+from megavlm.inference.protocol import ABORT, Response, SamplingParams, VersionSpan, first_unrouted
 from megavlm.numbers import LARGEST
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def parse_generate(
     answer: Any,
     prompts: Sequence["Prompt"],
     n: int,
-    sampling: Sampling,
+    sampling_params: SamplingParams,
     first_routed: int = 0,
 ) -> list[list[Response]]:
     """Return the n responses of each prompt, in the order of the request. Of a prompt's routes, the
@@ -39,7 +39,7 @@ def parse_generate(
                 item["meta_info"],
                 prompt,
                 0,
-                sampling,
+                sampling_params,
                 (first_routed, len(prompt.token_ids) - 1 if number else first_routed),
             )
             for number, item in enumerate(items[index * n : (index + 1) * n])
@@ -49,7 +49,7 @@ def parse_generate(
 
 
 def parse_continue(
-    answer: Any, prompt: "Prompt", begun: Sequence[Response], sampling: Sampling
+    answer: Any, prompt: "Prompt", begun: Sequence[Response], sampling_params: SamplingParams
 ) -> list[Response]:
     """Return the responses of `begun`, joined with their continuations. Raises as `parse_generate`
     does.
@@ -61,7 +61,7 @@ def parse_continue(
                 item["meta_info"],
                 prompt,
                 len(response.token_ids),
-                sampling,
+                sampling_params,
                 (first, response.first_unrouted(len(prompt.token_ids))),
             )
         )
@@ -80,27 +80,29 @@ def _response(
     meta: Mapping[str, Any],
     prompt: "Prompt",
     num_before: int,
-    sampling: Sampling,
+    sampling_params: SamplingParams,
     routed: tuple[int, int],
 ) -> Response:
     """Return a response, or its continuation after num_before tokens. routed: The first token whose
     routes are in the answer, and the first whose routes are kept.
     """
     tokens, logprobs = _arrays(meta["output_token_logprobs"])
-    finish = _finish(meta["finish_reason"], tokens, num_before, sampling)
+    finish = _finish(meta["finish_reason"], tokens, num_before, sampling_params)
     if not len(tokens) and finish != ABORT:
         raise ValueError(f"a response without a token ended with {finish}")
     if finish != ABORT:  # the counts of an aborted response may lag
         counted = meta.get("completion_tokens", len(tokens))
-        if counted != len(tokens) or num_before + len(tokens) > sampling.max_new_tokens:
+        if counted != len(tokens) or num_before + len(tokens) > sampling_params.max_new_tokens:
             raise ValueError(
                 f"a response of {counted} tokens has {len(tokens)} log-probs, but may have "
-                f"{sampling.max_new_tokens - num_before}"
+                f"{sampling_params.max_new_tokens - num_before}"
             )
     if not (np.abs(logprobs) <= LARGEST).all():  # NaN is not either
         raise ValueError("a response has log-probs that are not finite")
-    if not ((tokens >= 0) & (tokens < sampling.vocab_size)).all():
-        raise ValueError(f"a response has a token beyond the {sampling.vocab_size} of the model")
+    if not ((tokens >= 0) & (tokens < sampling_params.vocab_size)).all():
+        raise ValueError(
+            f"a response has a token beyond the {sampling_params.vocab_size} of the model"
+        )
     if len(tokens):  # a response that was aborted in the queue has no counts yet
         counted, expected = meta["prompt_tokens"], len(prompt.token_ids) + num_before
         if counted != expected:
@@ -120,7 +122,9 @@ def _response(
             for span in spans
             if span["end"] > span["start"]
         ),
-        routes=_routes(meta, len(prompt.token_ids) + num_before, len(tokens), sampling, routed),
+        routes=_routes(
+            meta, len(prompt.token_ids) + num_before, len(tokens), sampling_params, routed
+        ),
         drafts=(meta.get("spec_num_correct_drafts", 0), meta.get("spec_verify_ct", 0)),
     )
 
@@ -129,14 +133,14 @@ def _routes(
     meta: Mapping[str, Any],
     num_before: int,
     num_tokens: int,
-    sampling: Sampling,
+    sampling_params: SamplingParams,
     routed: tuple[int, int],
 ) -> npt.NDArray[Any] | None:
     """Return the routes of a response's tokens before its last one; None if none were asked for,
     or if a server had dropped its cache of a response before it was aborted. num_before: Tokens
     before those of the answer.
     """
-    shape, text = sampling.routes, meta.get("routed_experts")
+    shape, text = sampling_params.routes, meta.get("routed_experts")
     if shape is None or not num_tokens:
         return None
     aborted = str(meta["finish_reason"]["type"]) == ABORT
@@ -167,14 +171,17 @@ def _arrays(
 
 
 def _finish(
-    reason: Mapping[str, Any], tokens: npt.NDArray[np.int64], num_before: int, sampling: Sampling
+    reason: Mapping[str, Any],
+    tokens: npt.NDArray[np.int64],
+    num_before: int,
+    sampling_params: SamplingParams,
 ) -> str:
     # On an abort the running step still ends, and its token may happen to finish the response.
     finish = str(reason["type"])
     if finish == ABORT and len(tokens):
-        if tokens[-1] in sampling.stop_ids:
+        if tokens[-1] in sampling_params.stop_ids:
             return "stop"
-        if num_before + len(tokens) == sampling.max_new_tokens:
+        if num_before + len(tokens) == sampling_params.max_new_tokens:
             return "length"
     if finish not in ("stop", "length", ABORT):
         raise ValueError(f"a response ended with {reason}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from megavlm.inference.protocol import Response, Sampling, first_unrouted
+from megavlm.inference.protocol import Response, SamplingParams, first_unrouted
 
 if TYPE_CHECKING:
     from megavlm.data.media.image_processing import ProcessedImage
@@ -49,7 +49,7 @@ IN_BODY = Encoder(_data_url, _base64)
 def generate_body(
     prompts: Sequence["Prompt"],
     n: int,
-    sampling: Sampling,
+    sampling_params: SamplingParams,
     encoder: Encoder = IN_BODY,
     first_routed: int = 0,
 ) -> list[Body]:
@@ -58,10 +58,10 @@ def generate_body(
     """
     body: dict[str, Any] = {
         "input_ids": [list(prompt.request_ids) for prompt in prompts],
-        "sampling_params": {"n": n, **_parameters(sampling, sampling.max_new_tokens)},
+        "sampling_params": {"n": n, **_parameters(sampling_params, sampling_params.max_new_tokens)},
         "return_logprob": True,
     }
-    body |= _names(sampling) | _route_request(sampling, first_routed)
+    body |= _names(sampling_params) | _route_request(sampling_params, first_routed)
     media: dict[str, list[Body]] = {}
     if any(prompt.images and not prompt.has_videos for prompt in prompts):
         media["image_data"] = _listed([_listed(_texts(prompt, encoder)) for prompt in prompts])
@@ -71,7 +71,10 @@ def generate_body(
 
 
 def continue_body(
-    prompt: "Prompt", begun: Sequence[Response], sampling: Sampling, encoder: Encoder = IN_BODY
+    prompt: "Prompt",
+    begun: Sequence[Response],
+    sampling_params: SamplingParams,
+    encoder: Encoder = IN_BODY,
 ) -> list[Body]:
     """Return the JSON body of a /generate request that continues a prompt's aborted responses, in
     parts.
@@ -79,12 +82,17 @@ def continue_body(
     body: dict[str, Any] = {
         "input_ids": [[*prompt.request_ids, *response.token_ids.tolist()] for response in begun],
         "sampling_params": [
-            {"n": 1, **_parameters(sampling, sampling.max_new_tokens - len(response.token_ids))}
+            {
+                "n": 1,
+                **_parameters(
+                    sampling_params, sampling_params.max_new_tokens - len(response.token_ids)
+                ),
+            }
             for response in begun
         ],
         "return_logprob": True,
     }
-    body |= _names(sampling) | _route_request(sampling, first_unrouted(prompt, begun))
+    body |= _names(sampling_params) | _route_request(sampling_params, first_unrouted(prompt, begun))
     return _with_media(body, _shared_media(prompt, len(begun), encoder))
 
 
@@ -120,26 +128,26 @@ def _shared_media(prompt: "Prompt", count: int, encoder: Encoder) -> dict[str, S
     return {"image_data": texts[0] if len(texts) == 1 else _listed([_listed(texts)] * count)}
 
 
-def _names(sampling: Sampling) -> dict[str, str]:
-    names = {"lora_path": sampling.adapter, "extra_key": sampling.cache_key}
+def _names(sampling_params: SamplingParams) -> dict[str, str]:
+    names = {"lora_path": sampling_params.adapter, "extra_key": sampling_params.cache_key}
     return {key: name for key, name in names.items() if name is not None}
 
 
-def _route_request(sampling: Sampling, first: int) -> dict[str, Any]:
-    if sampling.routes is None:
+def _route_request(sampling_params: SamplingParams, first: int) -> dict[str, Any]:
+    if sampling_params.routes is None:
         return {}
     return {"return_routed_experts": True, "routed_experts_start_len": first}
 
 
-def _parameters(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
+def _parameters(sampling_params: SamplingParams, max_new_tokens: int) -> dict[str, Any]:
     parameters: dict[str, Any] = {
-        "temperature": sampling.temperature,
+        "temperature": sampling_params.temperature,
         "top_p": 1.0,  # SGLang would take the model's own
         "max_new_tokens": max_new_tokens,
     }
-    if sampling.suppressed_ids:
+    if sampling_params.suppressed_ids:
         parameters["logit_bias"] = {
-            str(token): SUPPRESSED_BIAS for token in sampling.suppressed_ids
+            str(token): SUPPRESSED_BIAS for token in sampling_params.suppressed_ids
         }
     return parameters
 

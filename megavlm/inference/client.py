@@ -10,7 +10,7 @@ import aiohttp
 from megavlm.http_client import open_session
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.generation import Follow, GenerationBatch
-from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.protocol import Response, SamplingParams
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_pool.routing import Routing
 
@@ -52,7 +52,7 @@ class RolloutClient:
         prompts: Sequence["Prompt"],
         *,
         n: int,
-        sampling: Sampling,
+        sampling_params: SamplingParams,
         weight_version: int | str | None = None,
         accepts: Callable[[str], bool] | None = None,
         refit: Callable[[], Awaitable[None]] | None = None,
@@ -86,7 +86,7 @@ class RolloutClient:
             prompts=list(prompts),
             groups=[[] for _ in prompts] if groups is None else list(groups),
             n=n,
-            sampling=sampling,
+            sampling_params=sampling_params,
             version=version,
             accepts=accepts,
             follow=follow,
@@ -137,10 +137,10 @@ class RolloutClient:
                 task.cancel()
                 self.runner.run(asyncio.wait({task}))
 
-    def sample_by(self, sampling: Sampling) -> None:
-        """Use `sampling` in all requests sent from now on."""
+    def sample_by(self, sampling_params: SamplingParams) -> None:
+        """Use `sampling_params` in all requests sent from now on."""
         for batch in self._batches:
-            batch.sampling = sampling
+            batch.sampling_params = sampling_params
 
     @property
     def is_idle(self) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import aiohttp
 
 from megavlm.inference.errors import RolloutServerError
-from megavlm.inference.protocol import Response, Sampling, bearer, is_complete
+from megavlm.inference.protocol import Response, SamplingParams, bearer, is_complete
 from megavlm.inference.requests import (
     ATTEMPTS,
     Request,
@@ -82,7 +82,7 @@ class GenerationBatch:
     prompts: list["Prompt"]
     groups: list[list[Response]]
     n: int
-    sampling: Sampling
+    sampling_params: SamplingParams
     routing: Routing
     http: aiohttp.ClientSession
     limits: RequestLimits
@@ -163,7 +163,7 @@ class GenerationBatch:
             requests = make_requests(
                 self.prompts[:first],
                 self.n,
-                self.sampling,
+                self.sampling_params,
                 self.groups[:first],
                 self.limits,
                 num_servers=max(len(self.routing.routable(self.version)), 1),
@@ -251,7 +251,7 @@ class GenerationBatch:
             if url is None:
                 self._waiting.append(request)  # each is tried once, so all keep their order
                 continue
-            response = request.send(self.http, addresses[url], self.sampling, self.limits)
+            response = request.send(self.http, addresses[url], self.sampling_params, self.limits)
             self._running[asyncio.create_task(response)] = request, addresses[url]
             self.loads[url] += request.slots
 

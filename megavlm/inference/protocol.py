@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """Sampling parameters. Temperature 0 is greedy.
 
     suppressed_ids: Tokens that are never sampled; log-probs refer to the distribution without them.

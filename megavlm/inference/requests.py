@@ -15,7 +15,7 @@ import orjson
 from megavlm.inference.answers import MALFORMED, parse_continue, parse_generate
 from megavlm.inference.bodies import IN_BODY, MEDIA, Body, Encoder, continue_body, generate_body
 from megavlm.inference.errors import RolloutRequestError
-from megavlm.inference.protocol import Response, Sampling, bearer
+from megavlm.inference.protocol import Response, SamplingParams, bearer
 from megavlm.inference.server_pool.routing import Address
 from megavlm.parallel.shared_file import shared_file
 
@@ -115,7 +115,7 @@ class Request:
         self,
         http: aiohttp.ClientSession,
         address: Address,
-        sampling: Sampling,
+        sampling_params: SamplingParams,
         limits: RequestLimits,
     ) -> list[list[Response]]:
         """Send the request and return the responses of each prompt. A server on this machine gets
@@ -132,11 +132,13 @@ class Request:
                 "starts, take videos, and not through rollout.router"
             )
         if self.most is not None:
-            sampling = replace(sampling, max_new_tokens=min(self.most, sampling.max_new_tokens))
-        seconds = limits.total + limits.token * sampling.max_new_tokens
+            sampling_params = replace(
+                sampling_params, max_new_tokens=min(self.most, sampling_params.max_new_tokens)
+            )
+        seconds = limits.total + limits.token * sampling_params.max_new_tokens
         try:
             with ExitStack() as files:
-                body = self.body(sampling, _in_files(files) if address.is_local else IN_BODY)
+                body = self.body(sampling_params, _in_files(files) if address.is_local else IN_BODY)
                 if address.is_local:  # short enough to send at once
                     body = [b"".join(body)]
                 headers = bearer(address.api_key) | {
@@ -162,31 +164,31 @@ class Request:
                 raise refused(
                     f"{url} returned HTTP {reply.status} for the request of {self.source}: {text}"
                 )
-            return self.parse(orjson.loads(content), sampling)
+            return self.parse(orjson.loads(content), sampling_params)
         except aiohttp.ClientError as error:
             raise RequestFailed(f"{type(error).__name__}: {error}") from error
         except TimeoutError as error:
             raise RequestTimedOut(
                 f"no whole answer within {seconds:g} s (rollout.request_timeout="
                 f"{limits.total:g}, and {limits.token:g} s for each of "
-                f"{sampling.max_new_tokens} tokens)"
+                f"{sampling_params.max_new_tokens} tokens)"
             ) from error
         except MALFORMED as error:
             raise RequestFailed(f"malformed response: {error!r}") from error
 
-    def body(self, sampling: Sampling, encoder: Encoder) -> list[Body]:
+    def body(self, sampling_params: SamplingParams, encoder: Encoder) -> list[Body]:
         if self.begun:
-            return continue_body(self.prompts[0], self._aborted, sampling, encoder)
-        return generate_body(self.prompts, self.n, sampling, encoder, self.first_routed)
+            return continue_body(self.prompts[0], self._aborted, sampling_params, encoder)
+        return generate_body(self.prompts, self.n, sampling_params, encoder, self.first_routed)
 
-    def parse(self, answer: Any, sampling: Sampling) -> list[list[Response]]:
+    def parse(self, answer: Any, sampling_params: SamplingParams) -> list[list[Response]]:
         """Return the responses of each prompt, including responses that were already complete.
 
         Raises as `parse_generate` does.
         """
         if not self.begun:
-            return parse_generate(answer, self.prompts, self.n, sampling, self.first_routed)
-        rest = iter(parse_continue(answer, self.prompts[0], self._aborted, sampling))
+            return parse_generate(answer, self.prompts, self.n, sampling_params, self.first_routed)
+        rest = iter(parse_continue(answer, self.prompts[0], self._aborted, sampling_params))
         return [[r if r.is_complete else next(rest) for r in self.begun]]
 
     @property
@@ -218,7 +220,7 @@ async def _chunks(body: Sequence[Body]) -> AsyncIterator[Any]:
 def make_requests(
     prompts: Sequence["Prompt"],
     n: int,
-    sampling: Sampling,
+    sampling_params: SamplingParams,
     begun: Sequence[Sequence[Response]],
     limits: RequestLimits,
     *,
@@ -242,7 +244,7 @@ def make_requests(
     needed = sum(limits.slots(prompts[place]) for place in fresh)
     size = min(  # size of a request in slots
         PROMPTS_PER_REQUEST,
-        max(1, TOKENS_PER_REQUEST // sampling.max_new_tokens),
+        max(1, TOKENS_PER_REQUEST // sampling_params.max_new_tokens),
         limits.concurrency,
         -(-needed // num_servers) or 1,
     )

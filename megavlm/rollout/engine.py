@@ -56,7 +56,7 @@ class Engine:
         self._pushes_ahead, self._pushes = pushes_ahead, True
         self._episodes, self._stream = sampler.episodes, sampler.prompt_stream()
         self._buffer: GroupBuffer[Group] = GroupBuffer(window_of(config))
-        self._version, self._sampling = 0, sampler.sampling
+        self._version, self._sampling_params = 0, sampler.sampling_params
         self._stage: CurriculumStage | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._starts: set[asyncio.Task[None]] = set()  # those of them that start episodes
@@ -73,10 +73,10 @@ class Engine:
         weights that they started with, whose versions say nothing.
         """
         self._version, self._stage, self._pushes = version, stage, pushes
-        self._sampling = at_version(
-            self._config, self._sampler.sampling, version if pushes else None
+        self._sampling_params = at_version(
+            self._config, self._sampler.sampling_params, version if pushes else None
         )
-        self._client.sample_by(self._sampling)
+        self._client.sample_by(self._sampling_params)
         self._client.resume()
         self._buffer.begin(version)
         return self._draw()
@@ -100,7 +100,7 @@ class Engine:
             item.group = group
         generate = partial(
             self._client.generate,
-            sampling=self._sampling,
+            sampling_params=self._sampling_params,
             accepts=self._accepts,
             refit=self._refit if self._pushes else None,
             skip_timed_out=self._config.rollout.on_timeout != "fail",

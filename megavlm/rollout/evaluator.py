@@ -11,7 +11,7 @@ from megavlm.evaluation.baselines import Known
 from megavlm.evaluation.measures import Answer, measure_policy
 from megavlm.evaluation.questions import usable
 from megavlm.evaluation.result import EvaluationResult
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.rollout.sampler import Refit, Sampler
 from megavlm.rollout.trajectory import Group
 
@@ -49,7 +49,7 @@ class Evaluator:
         self,
         version: int | None = None,
         refit: Refit | None = None,
-        played: Callable[[Row, Group, Sampling], object] = lambda row, group, how: None,
+        played: Callable[[Row, Group, SamplingParams], object] = lambda row, group, how: None,
     ) -> EvaluationResult:
         """Play one episode for each row and measure, and return the result.
 
@@ -57,7 +57,7 @@ class Evaluator:
         played row.
         """
 
-        def play(rows: Sequence[Row], how: Sampling) -> list[Answer]:
+        def play(rows: Sequence[Row], how: SamplingParams) -> list[Answer]:
             answers = []
             for row, group in zip(
                 rows, sampler.play_rows(rows, 1, how, version, refit), strict=True
@@ -72,7 +72,7 @@ class Evaluator:
             questions.rows,
             known=questions.known,
             num_tokens=sampler.processor.num_tokens,
-            sampling=sampler.sampling,
+            sampling_params=sampler.sampling_params,
             settings=self._settings,
             seed=sampler.config.run.seed,
         )

@@ -14,7 +14,7 @@ from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, Rows
 from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
-from megavlm.inference.protocol import Sampling, adapter_name
+from megavlm.inference.protocol import SamplingParams, adapter_name
 from megavlm.inference.routes import route_shape
 from megavlm.inference.teacher import Teacher
 from megavlm.rollout.episodes import EpisodeRunner
@@ -41,7 +41,7 @@ class Sampler:
         self.config, data = config, config.data
         self.processor = Processor(config.model.folder, data, family_of(config.model.folder))
         self.rows, self.test_rows = Rows(data.train_files, data), Rows(data.test_files, data)
-        self.sampling = sampling(config, self.processor)
+        self.sampling_params = make_sampling_params(config, self.processor)
         self._client = client
         if client is not None:
             teacher = Teacher(config.distillation) if config.distillation.urls else None
@@ -69,7 +69,7 @@ class Sampler:
         self,
         rows: Sequence[Row],
         n: int,
-        how: Sampling,
+        how: SamplingParams,
         version: int | None = None,
         refit: Refit | None = None,
     ) -> Iterator[Group]:
@@ -86,7 +86,7 @@ class Sampler:
 
         generate = partial(
             self.client.generate,
-            sampling=at_version(self.config, replace(how, routes=None), version),
+            sampling_params=at_version(self.config, replace(how, routes=None), version),
             weight_version=version,
             refit=None if refit is None else push,
         )
@@ -107,12 +107,12 @@ class Sampler:
             self.client.run(self.episodes.close())
 
 
-def sampling(config: Config, processor: Processor) -> Sampling:
+def make_sampling_params(config: Config, processor: Processor) -> SamplingParams:
     """Return the sampling parameters of a recipe's rollouts. Their cache key is new each time,
     because servers may outlive a run, and weights of another run have the same versions.
     """
     rollout = config.rollout
-    return Sampling(
+    return SamplingParams(
         temperature=rollout.temperature,
         max_new_tokens=rollout.max_new_tokens,
         vocab_size=processor.vocab_size,
@@ -123,7 +123,7 @@ def sampling(config: Config, processor: Processor) -> Sampling:
     )
 
 
-def at_version(config: Config, how: Sampling, version: int | None) -> Sampling:
+def at_version(config: Config, how: SamplingParams, version: int | None) -> SamplingParams:
     """Return sampling parameters for one weight version. They have its cache key, because a push
     does not empty the servers' prefix caches, and name its adapter if servers hold LoRA adapters.
     """

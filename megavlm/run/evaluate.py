@@ -19,7 +19,7 @@ from megavlm.evaluation.result import EvaluationResult
 from megavlm.evaluation.tables import MeasureTable, ModelComparison, compare_models, tabulate
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import connect
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.observability.progress import Progress
 from megavlm.observability.records import finite
 from megavlm.observability.text import failed_rewards, number, percent, points
@@ -87,7 +87,7 @@ class ModelPlayer:
         included only if evaluation.samples=1.
         """
 
-        def played(row: Row, group: Group, how: Sampling) -> None:
+        def played(row: Row, group: Group, how: SamplingParams) -> None:
             if how.temperature == 0:
                 # Keep the first answer: in later measures the row may have other images.
                 self._greedy.setdefault(row.index, *_attempts(group, 1))
@@ -95,7 +95,7 @@ class ModelPlayer:
         return self._evaluator.run(played=played)
 
     def candidate(self, name: str) -> Candidate:
-        samples, how = self._settings.samples, self._sampler.sampling
+        samples, how = self._settings.samples, self._sampler.sampling_params
         questions = self._evaluator.questions
         if samples == 1 and self._greedy:
             groups = [[self._greedy[row.index]] for row in questions.rows]

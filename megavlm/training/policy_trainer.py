@@ -7,7 +7,7 @@ from dataclasses import replace
 from megavlm.algorithms.kl import adapted
 from megavlm.config.algorithm import GRPO, PPO
 from megavlm.data.packs.packing import Pack
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.models.common.logprobs import Scoring
 from megavlm.parallel.collectives import broadcast_object, summing
 from megavlm.rollout.buffer import StreamBatch
@@ -64,10 +64,12 @@ class PolicyTrainer(BaseTrainer):
         super().setup()
         self.state = train_state.algorithm_state
         start_kl(self.settings, self.state)
-        how = None if driver is None else driver.sampler.sampling
-        self.sampling: Sampling = broadcast_object(how, train_state.mesh)
+        how = None if driver is None else driver.sampler.sampling_params
+        self.sampling_params: SamplingParams = broadcast_object(how, train_state.mesh)
         # Log-probs of the distribution that the servers sample from.
-        self.scoring = Scoring(self.sampling.temperature, self.sampling.suppressed_ids)
+        self.scoring = Scoring(
+            self.sampling_params.temperature, self.sampling_params.suppressed_ids
+        )
         self.over_context = summing(train_state.mesh.groups.cp)
 
     def train_step(self) -> None:
@@ -127,7 +129,7 @@ class PolicyTrainer(BaseTrainer):
             policy_trees(
                 minibatch,
                 self.settings,
-                max_new_tokens=self.sampling.max_new_tokens,
+                max_new_tokens=self.sampling_params.max_new_tokens,
                 max_turns=config.environment.max_turns,
                 version=self.train_state.step,
                 units=groups.units,

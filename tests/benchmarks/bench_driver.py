@@ -21,7 +21,7 @@ from megavlm.data.packs.packing import Tree
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
 from megavlm.inference.answers import parse_generate
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.models.cost import ModelCost
 from megavlm.rewards.base import Score
 from megavlm.rollout.group_tree import tree_parts
@@ -38,7 +38,7 @@ LARGE = 512 * 16 * 4096  # tokens of a large step
 HIDDEN = ("JSON", "responses", "parts of trees")
 SERIAL = ("trees", "advantages", "plan", "bytes", "packs", "metrics")
 SETTINGS, COST = GRPO(), ModelCost(1.3e10, 4.0e5, 0.0, 0.0)  # a 7B model's
-SAMPLING = Sampling(1.0, 2 * LENGTH)
+SAMPLING = SamplingParams(1.0, 2 * LENGTH)
 VERSION = 3
 
 

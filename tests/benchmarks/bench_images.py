@@ -26,7 +26,7 @@ from megavlm.data.shared_pickle import SharedPickle
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family_of
 from megavlm.inference.bodies import IN_BODY, generate_body
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.requests import _chunks, _in_files
 from megavlm.parallel.shared_file import shared_file
 from megavlm.training.step.image_plan import plan_images
@@ -149,14 +149,14 @@ def requests_of(prompts: Sequence[Prompt], *, is_local: bool) -> Callable[[], in
     returns their bytes.
     """
     packed = [SharedPickle.of(holding(p, "pixels" if is_local else "requests")) for p in prompts]
-    sampling = Sampling(temperature=1.0, max_new_tokens=256)
+    sampling_params = SamplingParams(temperature=1.0, max_new_tokens=256)
 
     async def send() -> int:
         count = 0
         for received in packed:
             with ExitStack() as files:
                 encoder = _in_files(files) if is_local else IN_BODY
-                body = generate_body([received.unpack()], 8, sampling, encoder)
+                body = generate_body([received.unpack()], 8, sampling_params, encoder)
                 count += sum([len(piece) async for piece in _chunks(body)])
         return count
 

@@ -190,12 +190,14 @@ def fix_lengths(drawn: Sequence[int]) -> None:
     count, parameters = itertools.cycle(drawn), bodies._parameters
     none = protocol.Response(np.zeros(0, np.int32), np.zeros(0, np.float32), protocol.ABORT, "")
 
-    def fixed(sampling: Any, most: int) -> dict[str, Any]:
-        return parameters(sampling, min(most, next(count))) | {"ignore_eos": True}
+    def fixed(sampling_params: Any, most: int) -> dict[str, Any]:
+        return parameters(sampling_params, min(most, next(count))) | {"ignore_eos": True}
 
-    def body(prompts: Any, n: int, sampling: Any, encoder: Any, first_routed: int = 0) -> Any:
+    def body(
+        prompts: Any, n: int, sampling_params: Any, encoder: Any, first_routed: int = 0
+    ) -> Any:
         (prompt,) = prompts
-        return bodies.continue_body(prompt, [none] * n, sampling, encoder)
+        return bodies.continue_body(prompt, [none] * n, sampling_params, encoder)
 
     bodies._parameters = fixed
     requests.generate_body = body

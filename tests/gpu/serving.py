@@ -24,7 +24,7 @@ from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.families import family, family_of
 from megavlm.inference.client import RolloutClient
-from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.protocol import Response, SamplingParams
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.models.common.config import ModelOptions
@@ -121,7 +121,7 @@ def measure_images(processor: Processor, client: RolloutClient, transport: str) 
     seen.
     """
     count, side = (2, 56) if shapes.is_tiny() else (IMAGES, SIDE)
-    sampling = Sampling(1.0, 1, suppressed_ids=tuple(processor.suppressed_ids))
+    sampling_params = SamplingParams(1.0, 1, suppressed_ids=tuple(processor.suppressed_ids))
 
     def ask(first: int) -> float:
         prompts = [
@@ -129,7 +129,7 @@ def measure_images(processor: Processor, client: RolloutClient, transport: str) 
             for i, png in enumerate(image(side, side, first + i) for i in range(count))
         ]
         start = time.monotonic()
-        generate(client, prompts, n=1, sampling=sampling)
+        generate(client, prompts, n=1, sampling_params=sampling_params)
         return time.monotonic() - start
 
     ask(0)  # kernels are compiled
@@ -149,12 +149,12 @@ def compare_logprobs(folder: Path, processor: Processor, client: RolloutClient) 
         for i, files in enumerate(sources)
     ]
     length = 8 if shapes.is_tiny() else 128
-    sampling = Sampling(1.0, length, suppressed_ids=tuple(processor.suppressed_ids))
+    sampling_params = SamplingParams(1.0, length, suppressed_ids=tuple(processor.suppressed_ids))
     start = time.monotonic()
-    groups = generate(client, prompts, n=4, sampling=sampling)
+    groups = generate(client, prompts, n=4, sampling_params=sampling_params)
     seconds = time.monotonic() - start
     for name, prompt, group in zip(("text", "wide", "high"), prompts, groups, strict=True):
-        ours = trainer_logprobs(folder, prompt, group, sampling)
+        ours = trainer_logprobs(folder, prompt, group, sampling_params)
         served = torch.cat([torch.from_numpy(response.logprobs) for response in group])
         gap = (ours - served).abs()
         bound = MEAN_DIFFERENCE if platform.has_gpu() else 1e-4
@@ -165,7 +165,7 @@ def compare_logprobs(folder: Path, processor: Processor, client: RolloutClient) 
 
 
 def trainer_logprobs(
-    folder: Path, prompt: Prompt, group: Sequence[Response], sampling: Sampling
+    folder: Path, prompt: Prompt, group: Sequence[Response], sampling_params: SamplingParams
 ) -> torch.Tensor:
     """Return the trainer's log-probs of a group's tokens, on the host."""
     config, mesh = AutoConfig.from_pretrained(folder), build_mesh()
@@ -182,7 +182,7 @@ def trainer_logprobs(
     tree = prompt_tree(prompt, [response.token_ids.tolist() for response in group])
     pack = make_pack([tree], vision_token_ids={config.image_token_id}).to(platform.device())
     features = VisionFeatures.everywhere(wrapped, images)
-    scoring = Scoring(sampling.temperature, sampling.suppressed_ids)
+    scoring = Scoring(sampling_params.temperature, sampling_params.suppressed_ids)
     (scores,) = compute_logprobs(wrapped, [pack], features, scoring)
     return scores.logprobs.cpu()
 
@@ -197,10 +197,12 @@ def measure_decoding(processor: Processor, client: RolloutClient) -> None:
         ("none suppressed, again", ()),
     ):
         prompts = [text_prompt(processor, words, prompt, i) for i in range(batch)]
-        sampling = Sampling(1.0, answer, suppressed_ids=suppressed)
-        generate(client, prompts, n=1, sampling=sampling)  # graphs and kernels are there
+        sampling_params = SamplingParams(1.0, answer, suppressed_ids=suppressed)
+        generate(
+            client, prompts, n=1, sampling_params=sampling_params
+        )  # graphs and kernels are there
         start = time.monotonic()
-        groups = generate(client, prompts, n=1, sampling=sampling)
+        groups = generate(client, prompts, n=1, sampling_params=sampling_params)
         seconds = time.monotonic() - start
         tokens = sum(len(response.token_ids) for (response,) in groups)
         report("decoding", sampling=name, suppressed=len(suppressed), batch=batch, prompt=prompt,

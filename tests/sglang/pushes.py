@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from megavlm.config.lora import LoRA
 from megavlm.data.packs.packing import Pack, make_pack, prompt_tree
 from megavlm.data.processor import Prompt
-from megavlm.inference.protocol import Response, Sampling, adapter_name
+from megavlm.inference.protocol import Response, SamplingParams, adapter_name
 from megavlm.inference.server_pool.receivers import Receiver, Receivers
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
@@ -165,14 +165,14 @@ def trainer_logprobs(
     trainer: Trainer,
     prompts: Sequence[Prompt],
     groups: Sequence[Sequence[Response]],
-    sampling: Sampling,
+    sampling_params: SamplingParams,
 ) -> list[Tensor]:
     """On each rank: log-probs of each prompt's responses, in their order; none on early stages."""
     mesh, _, chunks = trainer.start()
     packs = packs_of(trainer, prompts, groups, 1)
     wrapped = wrap(chunks)
     images = {image.key: image for prompt in prompts for image in prompt.images}
-    scoring = Scoring(sampling.temperature, tuple(sampling.suppressed_ids))
+    scoring = Scoring(sampling_params.temperature, tuple(sampling_params.suppressed_ids))
     scores = compute_logprobs(wrapped, packs, VisionFeatures.everywhere(wrapped, images), scoring)
     assert bool(scores) == mesh.is_last_stage
     return [pack_scores.logprobs for pack_scores in scores]
@@ -185,7 +185,7 @@ def push_and_compare(
     scratch: Path,
     version: int,
     prompts: Sequence[Prompt],
-    sampling: Sampling,
+    sampling_params: SamplingParams,
     refit: bool,
     adapters: bool,
 ) -> tuple[SyncReport, float]:
@@ -199,12 +199,14 @@ def push_and_compare(
     sync = make_sync(trainer, mesh, entries, chunks, receivers, way, adapters=adapters)
     if adapters:  # the one before is unloaded
         sync.update_weights(version - 1)
-        sampling = replace(sampling, adapter=adapter_name(version))
+        sampling_params = replace(sampling_params, adapter=adapter_name(version))
     report = sync.update_weights(version)
     groups = None
     if mesh.is_driver:
-        sampling = replace(sampling, cache_key=str(version))
-        groups = generate(served.client, prompts, n=2, sampling=sampling, weight_version=version)
+        sampling_params = replace(sampling_params, cache_key=str(version))
+        groups = generate(
+            served.client, prompts, n=2, sampling_params=sampling_params, weight_version=version
+        )
     groups = broadcast_object(groups, mesh)
     sync.close()  # which unloads adapters
     packs = [
@@ -213,7 +215,7 @@ def push_and_compare(
     ]
     wrapped = wrap(chunks)
     images = {image.key: image for prompt in prompts for image in prompt.images}
-    scoring = Scoring(sampling.temperature, tuple(sampling.suppressed_ids))
+    scoring = Scoring(sampling_params.temperature, tuple(sampling_params.suppressed_ids))
     largest = 0.0
     scores = compute_logprobs(wrapped, packs, VisionFeatures.everywhere(wrapped, images), scoring)
     for pack, group, mine in zip(packs, groups, scores, strict=False):  # none on early stages

@@ -8,7 +8,7 @@ import torch
 from megavlm.data.chat.messages import Message
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
-from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.protocol import Response, SamplingParams
 from tests.parity.inputs import QUESTION, image
 from tests.parity.reference import Reference
 
@@ -51,12 +51,18 @@ def next_turns(processor: Processor) -> dict[str, Prompt]:
 
 
 def largest_difference(
-    reference: Reference, prompt: Prompt, responses: Sequence[Response], sampling: Sampling
+    reference: Reference,
+    prompt: Prompt,
+    responses: Sequence[Response],
+    sampling_params: SamplingParams,
 ) -> float:
     """Between the server's log-probs and transformers' of the same tokens, over all tokens."""
     return max(
         float(
-            (torch.tensor(response.logprobs) - expected(reference, prompt, response, sampling))
+            (
+                torch.tensor(response.logprobs)
+                - expected(reference, prompt, response, sampling_params)
+            )
             .abs()
             .max()
         )
@@ -66,8 +72,8 @@ def largest_difference(
 
 @torch.no_grad()
 def expected(
-    reference: Reference, prompt: Prompt, response: Response, sampling: Sampling
+    reference: Reference, prompt: Prompt, response: Response, sampling_params: SamplingParams
 ) -> torch.Tensor:
     scores = reference.scores(prompt, response.token_ids.tolist())
-    scores.logits[:, list(sampling.suppressed_ids)] = -torch.inf
-    return scores.logprobs(response.token_ids.tolist(), sampling.temperature or 1.0)
+    scores.logits[:, list(sampling_params.suppressed_ids)] = -torch.inf
+    return scores.logprobs(response.token_ids.tolist(), sampling_params.temperature or 1.0)

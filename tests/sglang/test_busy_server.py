@@ -13,7 +13,7 @@ from megavlm.data.rows import Row
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
@@ -55,8 +55,8 @@ def test_a_busy_server_lives_and_a_stopped_one_restarts(
         watcher = threading.Thread(target=watch)
         watcher.start()
         with RolloutClient(pool, RequestLimits(total=1800)) as client:
-            sampling = Sampling(temperature=1.0, max_new_tokens=1)
-            ((response,),) = generate(client, [prompt], n=1, sampling=sampling)
+            sampling_params = SamplingParams(temperature=1.0, max_new_tokens=1)
+            ((response,),) = generate(client, [prompt], n=1, sampling_params=sampling_params)
         finished.set()
         watcher.join()
         assert was_busy.is_set() and response.is_complete

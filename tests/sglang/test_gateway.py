@@ -18,7 +18,7 @@ from megavlm.config.distillation import Distillation
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.data.packs.packing import Tree, make_pack
 from megavlm.data.rows import Row
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.teacher import API_KEY, Teacher
 from megavlm.models.common.config import ModelOptions
 from megavlm.rollout.episodes import EpisodeRunner
@@ -47,7 +47,9 @@ def test_the_trainers_logprobs_are_those_of_the_agents_calls_and_of_a_teacher(
     monkeypatch.setenv(API_KEY, served.server.api_key)
     teacher = Teacher(Distillation(urls=(served.server.url,)))
     processor = served.processor
-    how = Sampling(1.0, 12, suppressed_ids=processor.suppressed_ids, stop_ids=processor.stop_ids)
+    how = SamplingParams(
+        1.0, 12, suppressed_ids=processor.suppressed_ids, stop_ids=processor.stop_ids
+    )
     row = Row(0, "<image>Find x.", "3", (image(112, 84, 1),), "", "test:0")
     config: Any = SimpleNamespace(
         environment=EnvironmentConfig(
@@ -66,7 +68,7 @@ def test_the_trainers_logprobs_are_those_of_the_agents_calls_and_of_a_teacher(
         playing = EpisodeRunner(config, processor, graded(), client.runner, teacher)
         try:
             started = client.run(playing.start_or_replace([group], 2, lambda count: []))
-            client.run(playing.play(started, partial(client.generate, sampling=how)))
+            client.run(playing.play(started, partial(client.generate, sampling_params=how)))
         finally:
             client.run(playing.close())
     assert group.is_played and [episode.score.failure for episode in group.episodes] == [None, None]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megavlm.data.processor import Prompt
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
 from tests.sglang.questions import largest_difference, next_turns, prompts
@@ -21,8 +21,10 @@ def reference(started: Served) -> Reference:
     return Reference(started.folder)
 
 
-def sampling(served: Served, temperature: float = 1.0, max_new_tokens: int = 16) -> Sampling:
-    return Sampling(
+def make_sampling_params(
+    served: Served, temperature: float = 1.0, max_new_tokens: int = 16
+) -> SamplingParams:
+    return SamplingParams(
         temperature, max_new_tokens, suppressed_ids=tuple(served.processor.suppressed_ids)
     )
 
@@ -46,9 +48,9 @@ def test_logprobs(servers: Callable[[str], Served], family: str, temperature: fl
     served = servers(family).restore()
     reference = Reference(served.folder)
     by_name = prompts(served.processor) | next_turns(served.processor)
-    drawn = sampling(served, temperature)
+    drawn = make_sampling_params(served, temperature)
     groups = generate(
-        served.client, list(by_name.values()), n=3, sampling=drawn, weight_version=None
+        served.client, list(by_name.values()), n=3, sampling_params=drawn, weight_version=None
     )
     for (name, prompt), responses in zip(by_name.items(), groups, strict=True):
         assert len(responses) == 3 and {r.weight_version for r in responses} == {"start"}
@@ -59,14 +61,18 @@ def test_logprobs(servers: Callable[[str], Served], family: str, temperature: fl
 
 def test_wrong_temperature_would_show(served: Served, reference: Reference) -> None:
     prompt = prompts(served.processor)["one image"]
-    (responses,) = generate(served.client, [prompt], n=4, sampling=sampling(served, 0.7))
-    assert largest_difference(reference, prompt, responses, sampling(served, 1.0)) > 1e-2
+    (responses,) = generate(
+        served.client, [prompt], n=4, sampling_params=make_sampling_params(served, 0.7)
+    )
+    assert (
+        largest_difference(reference, prompt, responses, make_sampling_params(served, 1.0)) > 1e-2
+    )
 
 
 def test_temperature_zero_is_greedy(served: Served, reference: Reference) -> None:
     by_name = prompts(served.processor)
-    greedy = sampling(served, 0.0, max_new_tokens=6)
-    groups = generate(served.client, list(by_name.values()), n=1, sampling=greedy)
+    greedy = make_sampling_params(served, 0.0, max_new_tokens=6)
+    groups = generate(served.client, list(by_name.values()), n=1, sampling_params=greedy)
     for prompt, (response,) in zip(by_name.values(), groups, strict=True):
         with torch.no_grad():
             logits = reference.scores(prompt, response.token_ids.tolist()).logits
@@ -80,9 +86,9 @@ def test_suppressed_ids_are_never_sampled(served: Served) -> None:
     vocab_size, eos = served.processor.vocab_size, served.processor.eos_id
     allowed = {5, 9, eos}
     suppressed = tuple(token for token in range(vocab_size) if token not in allowed)
-    hot = Sampling(temperature=5.0, max_new_tokens=8, suppressed_ids=suppressed)
+    hot = SamplingParams(temperature=5.0, max_new_tokens=8, suppressed_ids=suppressed)
     by_name: list[Prompt] = list(prompts(served.processor).values())
-    groups = generate(served.client, by_name, n=8, sampling=hot)
+    groups = generate(served.client, by_name, n=8, sampling_params=hot)
     sampled = {token for group in groups for r in group for token in r.token_ids}
     assert sampled == allowed
 
@@ -94,7 +100,10 @@ def test_finish(served: Served) -> None:
     for token, finish, length in ((eos, "stop", 1), (other, "length", 4)):
         only = tuple(i for i in range(served.processor.vocab_size) if i != token)
         ((response,),) = generate(
-            served.client, [prompt], n=1, sampling=Sampling(1.0, 4, suppressed_ids=only)
+            served.client,
+            [prompt],
+            n=1,
+            sampling_params=SamplingParams(1.0, 4, suppressed_ids=only),
         )
         assert response.finish == finish and response.token_ids.tolist() == [token] * length
         assert response.logprobs.tolist() == [0.0] * length

@@ -17,7 +17,7 @@ import pytest
 from megavlm.data.processor import Processor
 from megavlm.families import family_of
 from megavlm.inference.errors import RolloutRequestError
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from tests.conftest import DATA
@@ -155,8 +155,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
 def test_push(case: Case, server: Callable[[str, int], Served], tmp_path: Path) -> None:
     served = server(case.family, case.ranks).restore()
     questions = [*prompts(served.processor).values()]
-    drawn = Sampling(0.8, 8, suppressed_ids=tuple(served.processor.suppressed_ids))
-    generate(served.client, questions, n=1, sampling=drawn, weight_version="start")
+    drawn = SamplingParams(0.8, 8, suppressed_ids=tuple(served.processor.suppressed_ids))
+    generate(served.client, questions, n=1, sampling_params=drawn, weight_version="start")
 
     trains_tower, refit = case.mode == "tower", case.mode == "refit"
     weights = served.folder
@@ -175,4 +175,4 @@ def test_push(case: Case, server: Callable[[str, int], Served], tmp_path: Path) 
         for version in (6, 7):  # by the push after it, and when the sync was closed
             old = replace(drawn, adapter=f"megavlm-{version}")
             with pytest.raises(RolloutRequestError, match=f"megavlm-{version}"):
-                generate(served.client, questions[:1], n=1, sampling=old)
+                generate(served.client, questions[:1], n=1, sampling_params=old)

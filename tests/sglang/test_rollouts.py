@@ -13,7 +13,7 @@ from megavlm.config.rollout import Rollout
 from megavlm.data.processor import Processor
 from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
-from megavlm.inference.protocol import ABORT, Response, Sampling, VersionSpan
+from megavlm.inference.protocol import ABORT, Response, SamplingParams, VersionSpan
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
@@ -31,9 +31,9 @@ from tests.support.timeouts import scaled
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 
 
-def greedy(served: Served) -> Sampling:
+def greedy(served: Served) -> SamplingParams:
     suppressed = (*served.processor.suppressed_ids, served.processor.eos_id)
-    return Sampling(0.0, 96, suppressed_ids=suppressed, stop_ids=served.processor.stop_ids)
+    return SamplingParams(0.0, 96, suppressed_ids=suppressed, stop_ids=served.processor.stop_ids)
 
 
 def token_ids(responses: Sequence[Response]) -> list[list[int]]:
@@ -59,18 +59,18 @@ def test_continued_responses_equal_uninterrupted_ones(served: Served) -> None:
     asked = list(prompts(served.processor).values())
     routing = FixedServers(server.url, api_key=server.api_key, admin_key=server.admin_key)
     with served.client as local:
-        whole = generate(local, asked, n=2, sampling=how)
+        whole = generate(local, asked, n=2, sampling_params=how)
     with RolloutClient(routing, RequestLimits(total=scaled(120))) as client:
         begun = [[cut(response, 48) for response in whole[0]], [], [], []]
         for _ in range(10):
-            partly = generate_some(client, asked, 1, n=2, sampling=how, begun=begun)
+            partly = generate_some(client, asked, 1, n=2, sampling_params=how, begun=begun)
             assert token_ids(partly[0]) == token_ids(whole[0])
             lengths = [len(r.token_ids) for group in partly[1:] for r in group]
             if any(0 < length < 96 for length in lengths):
                 break
         else:
             pytest.fail(f"none was aborted in the middle: {lengths}")
-        finished = generate(client, asked, n=2, sampling=how, begun=partly)
+        finished = generate(client, asked, n=2, sampling_params=how, begun=partly)
     for group, expected in zip(finished, whole, strict=True):
         for response, other in zip(group, expected, strict=True):
             assert response.finish == "length"
@@ -86,14 +86,14 @@ def test_memory_released_and_taken_back(served: Served) -> None:
     asked = list(prompts(served.processor).values())
     with ServerPool([handle], policy=RestartPolicy(needs_refit=False)) as pool:
         with RolloutClient(pool) as client:
-            before = generate(client, asked, n=1, sampling=how)
+            before = generate(client, asked, n=1, sampling_params=how)
             with ServerMemory(pool, Rollout(request_timeout=scaled(180))) as memory:
                 for _ in range(2):
                     memory.release(TAGS)
                     memory.resume(["weights"], starts=False)
                     memory.resume(TAGS, starts=True)
             assert pool.record(server.url).state is State.HEALTHY
-            after = generate(client, asked, n=1, sampling=how)
+            after = generate(client, asked, n=1, sampling_params=how)
     assert [token_ids(group) for group in before] == [token_ids(group) for group in after]
 
 
@@ -119,8 +119,8 @@ def test_the_server_stops_where_the_trainer_knows_that_it_does(tmp_path: Path) -
         with RolloutClient(routing) as client:
             for token in (text, start, turn):
                 others = tuple(i for i in range(processor.vocab_size) if i != token)
-                how = Sampling(0.0, 3, suppressed_ids=others, stop_ids=processor.stop_ids)
-                ((response,),) = generate(client, asked, n=1, sampling=how)
+                how = SamplingParams(0.0, 3, suppressed_ids=others, stop_ids=processor.stop_ids)
+                ((response,),) = generate(client, asked, n=1, sampling_params=how)
                 stops = token in processor.stop_ids
                 assert response.token_ids.tolist() == [token] * (1 if stops else 3)
                 assert response.finish == ("stop" if stops else "length")

@@ -21,7 +21,7 @@ from megavlm.data.rows import Row
 from megavlm.families import family_of
 from megavlm.inference.answers import parse_generate
 from megavlm.inference.generation import Ask
-from megavlm.inference.protocol import Response, Sampling, VersionSpan, bearer
+from megavlm.inference.protocol import Response, SamplingParams, VersionSpan, bearer
 from megavlm.inference.routes import route_shape
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
@@ -81,17 +81,17 @@ def routed(
         yield Served(folder, Processor(folder, DATA, family_of(folder)), server)
 
 
-def sampling(served: Served) -> Sampling:
+def make_sampling_params(served: Served) -> SamplingParams:
     suppressed = tuple(served.processor.suppressed_ids)
     shape = route_shape(served.folder)
     assert shape is not None
-    return Sampling(1.0, 12, suppressed_ids=suppressed, routes=shape)
+    return SamplingParams(1.0, 12, suppressed_ids=suppressed, routes=shape)
 
 
 def test_logprobs_with_replay_are_the_servers(routed: Served, tmp_path: Path) -> None:
     """The trainer's routers differ by less than rounding in bf16, and choose other experts."""
     asked = list(prompts(routed.processor).values())
-    answers = generate(routed.client, asked, n=3, sampling=sampling(routed))
+    answers = generate(routed.client, asked, n=3, sampling_params=make_sampling_params(routed))
     groups = [
         Group(prompt, episodes=[episode((prompt, response)) for response in responses])
         for prompt, responses in zip(asked, answers, strict=True)
@@ -110,10 +110,10 @@ def test_turns_and_continued_responses_have_the_routes_of_each_request(
     """Of a next turn only what the turn before lacks is asked for, from that turn's last token
     on.
     """
-    how, (prompt, *_) = sampling(routed), list(prompts(routed.processor).values())[1:]
-    ((first,),) = generate(routed.client, [prompt], n=1, sampling=how)
+    how, (prompt, *_) = make_sampling_params(routed), list(prompts(routed.processor).values())[1:]
+    ((first,),) = generate(routed.client, [prompt], n=1, sampling_params=how)
     begun = cut(first, 4)
-    ((continued,),) = generate(routed.client, [prompt], n=1, sampling=how, begun=[[begun]])
+    ((continued,),) = generate(routed.client, [prompt], n=1, sampling_params=how, begun=[[begun]])
     assert continued.token_ids.tolist()[:4] == first.token_ids.tolist()[:4]
     assert continued.routes is not None and first.routes is not None
     assert np.array_equal(continued.routes[: len(begun.routes)], begun.routes)  # type: ignore[arg-type]
@@ -130,13 +130,13 @@ def test_turns_and_continued_responses_have_the_routes_of_each_request(
         played.append(episode((prompt, continued), (following, last)))
 
     played: list[Episode] = []
-    generate(routed.client, [prompt], n=1, sampling=how, begun=[[continued]], follow=follow)
+    generate(routed.client, [prompt], n=1, sampling_params=how, begun=[[continued]], follow=follow)
     # The end of the first turn was not sampled.
     assert_replay_matters(routed, [Group(prompt, episodes=played)], tmp_path, len(said) - 1)
 
 
 def test_an_aborted_request_has_the_routes_of_its_tokens(routed: Served) -> None:
-    prompt, shape = prompts(routed.processor)["text"], sampling(routed).routes
+    prompt, shape = prompts(routed.processor)["text"], make_sampling_params(routed).routes
     assert shape is not None
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, routed, {"max_new_tokens": 5000, "ignore_eos": True})
@@ -144,7 +144,7 @@ def test_an_aborted_request_has_the_routes_of_its_tokens(routed: Served) -> None
             time.sleep(0.5)
             routed.post("/abort_request", {"abort_all": True})
         answer = asked.result().json()
-    how = replace(sampling(routed), max_new_tokens=5000)
+    how = replace(make_sampling_params(routed), max_new_tokens=5000)
     ((response,),) = parse_generate(answer, [prompt], 1, how)
     assert response.finish == "abort" and len(response.token_ids) > 1
     assert response.routes is not None
@@ -152,7 +152,7 @@ def test_an_aborted_request_has_the_routes_of_its_tokens(routed: Served) -> None
 
 
 def test_a_server_of_megavlm_sends_a_byte_an_expert(routed: Served) -> None:
-    prompt, shape = prompts(routed.processor)["text"], sampling(routed).routes
+    prompt, shape = prompts(routed.processor)["text"], make_sampling_params(routed).routes
     assert shape is not None
     answer = ask(routed, {"max_new_tokens": 3, "ignore_eos": True}).json()
     content = base64.b64decode(answer["meta_info"]["routed_experts"])
@@ -199,13 +199,15 @@ def assert_replay_matters(
     replay, and are not without. unsampled: Targets to leave out.
     """
     other = with_ties(served.folder, tmp_path / "trainer", seed=2)
-    ((replayed, chosen),) = launch(1, compare, other, groups, sampling(served), unsampled)
+    ((replayed, chosen),) = launch(
+        1, compare, other, groups, make_sampling_params(served), unsampled
+    )
     assert replayed < 1e-4
     assert chosen > 1e-2, "the routers would have chosen the same experts"
 
 
 def compare(
-    folder: Path, groups: Sequence[Group], how: Sampling, unsampled: Sequence[int]
+    folder: Path, groups: Sequence[Group], how: SamplingParams, unsampled: Sequence[int]
 ) -> tuple[float, float]:
     """Return the largest difference of log-probs with and without replay."""
     trees = []

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.handle import ServerHandle
@@ -98,7 +98,7 @@ def test_counters_change_with_work_alone(started: Served) -> None:
     assert asyncio.run(counters()) == before
     with started.client as client:
         prompt = prompts(started.processor)["one image"]
-        generate(client, [prompt], n=1, sampling=Sampling(1.0, 2))
+        generate(client, [prompt], n=1, sampling_params=SamplingParams(1.0, 2))
     assert asyncio.run(counters()) != before
 
 

@@ -10,7 +10,7 @@ import pytest
 from megavlm.data.processor import Processor
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family_of
-from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.protocol import Response, SamplingParams
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.rollout.groups import draft_metrics
@@ -58,9 +58,9 @@ def served(started: Served) -> Served:
 def sampled(served: Served, temperature: float, *suppressed: int) -> list[Response]:
     """Responses whose log-probs are transformers'."""
     ids = (*served.processor.suppressed_ids, *suppressed)
-    drawn = Sampling(temperature, 24, suppressed_ids=ids)
+    drawn = SamplingParams(temperature, 24, suppressed_ids=ids)
     by_name = prompts(served.processor)
-    groups = generate(served.client, list(by_name.values()), n=3, sampling=drawn)
+    groups = generate(served.client, list(by_name.values()), n=3, sampling_params=drawn)
     reference = Reference(served.folder)
     for (name, prompt), responses in zip(by_name.items(), groups, strict=True):
         assert largest_difference(reference, prompt, responses, drawn) < 1e-4, name

@@ -15,7 +15,7 @@ from megavlm.data.processor import Processor
 from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import WeightSyncError
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.handle import ServerHandle
@@ -35,7 +35,9 @@ pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 START = scaled(600)  # seconds
 
 
-def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) -> dict[str, Any]:
+def killed_and_healed(
+    folder: Path, trainer: Trainer, log: Path, how: SamplingParams
+) -> dict[str, Any]:
     """What the push said, and responses after the one that healed."""
     server = ManagedServer(
         ServerOptions(folder, dtype="float32", device="cpu"), log_path=log, start_timeout=START
@@ -65,7 +67,7 @@ def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) 
         report = sync.update_weights(2)
         questions = [*prompts(Processor(folder, DATA, family_of(folder))).values()]
         client = RolloutClient(pool)
-        groups = generate(client, questions, n=1, sampling=how, weight_version=2)
+        groups = generate(client, questions, n=1, sampling_params=how, weight_version=2)
         client.close()
         return {"error": str(raised.value), "tensors": report.tensors, "groups": groups}
 
@@ -74,7 +76,7 @@ def killed_and_healed(folder: Path, trainer: Trainer, log: Path, how: Sampling) 
 @pytest.mark.timeout(1800)
 def test_killed_in_mid_push(folder: Path, started: Served, tmp_path: Path) -> None:
     weights = changed(folder, tmp_path / "weights", tower=True, seed=31)
-    how = Sampling(1.0, 8, suppressed_ids=tuple(started.processor.suppressed_ids))
+    how = SamplingParams(1.0, 8, suppressed_ids=tuple(started.processor.suppressed_ids))
     arguments = (folder, Trainer(weights, "one rank"), tmp_path / "server.log", how)
     (result,) = launch(1, killed_and_healed, *arguments, timeout=3 * START)
     assert "/update_weights_from_tensor failed" in result["error"]

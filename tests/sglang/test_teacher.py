@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megavlm.config.distillation import Distillation
-from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.protocol import Response, SamplingParams
 from megavlm.inference.teacher import API_KEY, Teacher, check_tokenizers
 from megavlm.limited.failure import CallFailure
 from tests.parity.reference import Reference
@@ -49,7 +49,7 @@ def test_log_probs_are_those_of_transformers(
 
     for (name, prompt), found in zip(by_name.items(), asyncio.run(ask()), strict=True):
         scored = [replace(r, logprobs=x) for r, x in zip(responses, found, strict=True)]
-        assert largest_difference(reference, prompt, scored, Sampling(1.0, 12)) < 1e-4, name
+        assert largest_difference(reference, prompt, scored, SamplingParams(1.0, 12)) < 1e-4, name
 
 
 def test_a_teacher_has_the_policys_tokenizer(

@@ -13,7 +13,7 @@ from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.requests import RequestLimits
 from tests.fakes.fixed_servers import FixedServers
 from tests.parity.inputs import QUESTION, image, video
@@ -61,8 +61,10 @@ def video_prompts(processor: Processor) -> dict[str, Prompt]:
     }
 
 
-def sampling(served: Served, max_new_tokens: int = 8) -> Sampling:
-    return Sampling(1.0, max_new_tokens, suppressed_ids=tuple(served.processor.suppressed_ids))
+def make_sampling_params(served: Served, max_new_tokens: int = 8) -> SamplingParams:
+    return SamplingParams(
+        1.0, max_new_tokens, suppressed_ids=tuple(served.processor.suppressed_ids)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -71,15 +73,15 @@ def test_logprobs(servers: Callable[[str], Served], family: str) -> None:
     request: its tokens may be the same, and must not be taken from the prefix cache.
     """
     served = servers(family).restore()
-    reference, drawn = Reference(served.folder), sampling(served)
+    reference, drawn = Reference(served.folder), make_sampling_params(served)
     by_name = video_prompts(served.processor) | prompts(served.processor)
-    groups = generate(served.client, list(by_name.values()), n=3, sampling=drawn)
+    groups = generate(served.client, list(by_name.values()), n=3, sampling_params=drawn)
     for (name, prompt), responses in zip(by_name.items(), groups, strict=True):
         assert len(responses) == 3
         assert largest_difference(reference, prompt, responses, drawn) < 1e-4, name
     for fps in (1.0, 0.05):
         prompt = shown(served.processor, f"<video>{QUESTION}", video(84, 56, 6, 1, fps=fps))
-        (responses,) = generate(served.client, [prompt], n=2, sampling=drawn)
+        (responses,) = generate(served.client, [prompt], n=2, sampling_params=drawn)
         assert largest_difference(reference, prompt, responses, drawn) < 1e-4, fps
     if family == "qwen2_5_vl":  # its positions follow the rate, and its tokens do not
         assert largest_difference(reference, by_name["a video"], responses, drawn) > 1e-3
@@ -88,18 +90,18 @@ def test_logprobs(servers: Callable[[str], Served], family: str) -> None:
 def test_content_in_the_request_and_continued_responses(served: Served) -> None:
     """A server on another machine gets the frames in the request."""
     server = served.server
-    how = replace(sampling(served, 24), temperature=0.0)
+    how = replace(make_sampling_params(served, 24), temperature=0.0)
     asked = list(video_prompts(served.processor).values())
-    whole = generate(served.client, asked, n=2, sampling=how)
+    whole = generate(served.client, asked, n=2, sampling_params=how)
     routing = FixedServers(
         server.url, api_key=server.api_key, admin_key=server.admin_key, takes_videos=True
     )
     begun = [[cut(response, 5 + i) for i, response in enumerate(group)] for group in whole]
     with RolloutClient(routing, RequestLimits(total=scaled(120))) as remote:
         for answers in (
-            generate(remote, asked, n=2, sampling=how),
-            generate(remote, asked, n=2, sampling=how, begun=begun),
-            generate(served.client, asked, n=2, sampling=how, begun=begun),
+            generate(remote, asked, n=2, sampling_params=how),
+            generate(remote, asked, n=2, sampling_params=how, begun=begun),
+            generate(served.client, asked, n=2, sampling_params=how, begun=begun),
         ):
             for group, expected in zip(answers, whole, strict=True):
                 for response, other in zip(group, expected, strict=True):
@@ -111,8 +113,8 @@ def test_wrong_positions_would_show(served: Served) -> None:
     """The server computes with the positions that it is sent, of a video not yet in its cache."""
     prompt = shown(served.processor, f"<video>{QUESTION}", video(84, 56, 6, 77))
     moved = replace(prompt, positions=prompt.positions * torch.tensor([[9], [1], [1]]))
-    drawn = sampling(served)
-    (responses,) = generate(served.client, [moved], n=2, sampling=drawn)
+    drawn = make_sampling_params(served)
+    (responses,) = generate(served.client, [moved], n=2, sampling_params=drawn)
     assert largest_difference(Reference(served.folder), prompt, responses, drawn) > 1e-3
 
 
@@ -124,7 +126,7 @@ def test_tokens_of_other_media_are_refused(served: Served) -> None:
     tokens[tokens == served.processor.video_token_id] = 7
     with pytest.raises(RolloutRequestError, match="has 0 of the"):
         wrong = replace(fewer, token_ids=tokens)
-        generate(served.client, [wrong], n=1, sampling=sampling(served))
+        generate(served.client, [wrong], n=1, sampling_params=make_sampling_params(served))
 
 
 def test_a_server_without_our_support_is_not_sent_videos(served: Served) -> None:
@@ -134,5 +136,10 @@ def test_a_server_without_our_support_is_not_sent_videos(served: Served) -> None
         with pytest.raises(
             RolloutRequestError, match=r"does not take the videos of test:1: only s"
         ):
-            generate(client, [prompt], n=1, sampling=sampling(served))
-        generate(client, list(prompts(served.processor).values()), n=1, sampling=sampling(served))
+            generate(client, [prompt], n=1, sampling_params=make_sampling_params(served))
+        generate(
+            client,
+            list(prompts(served.processor).values()),
+            n=1,
+            sampling_params=make_sampling_params(served),
+        )

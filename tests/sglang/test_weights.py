@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megavlm.inference.errors import WeightSyncError
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.weight_sync.checksums import Checksums, check_checksums, tensor_hash
@@ -40,9 +40,13 @@ def differences(
     suppressed = tuple(served.processor.suppressed_ids)
     largest = {}
     for temperature in (1.0, 0.7):
-        drawn = Sampling(temperature, 8, suppressed_ids=suppressed, cache_key=str(version))
+        drawn = SamplingParams(temperature, 8, suppressed_ids=suppressed, cache_key=str(version))
         groups = generate(
-            served.client, list(by_name.values()), n=2, sampling=drawn, weight_version=version
+            served.client,
+            list(by_name.values()),
+            n=2,
+            sampling_params=drawn,
+            weight_version=version,
         )
         pairs = zip(by_name.items(), groups, strict=True)
         for (name, prompt), responses in pairs:
@@ -126,8 +130,8 @@ def test_adapters_are_pushed_merged(
 def trainer_difference(served: Served, trainer: Trainer, version: int) -> float:
     """Between the server's log-probs and those of the trainer's ranks."""
     questions = list(prompts(served.processor).values())
-    drawn = Sampling(0.8, 8, suppressed_ids=tuple(served.processor.suppressed_ids))
-    groups = generate(served.client, questions, n=2, sampling=drawn, weight_version=version)
+    drawn = SamplingParams(0.8, 8, suppressed_ids=tuple(served.processor.suppressed_ids))
+    groups = generate(served.client, questions, n=2, sampling_params=drawn, weight_version=version)
     arguments = (trainer, questions, groups, drawn)
     *_, last = launch(trainer.ranks.world_size, trainer_logprobs, *arguments)
     theirs = [[p for response in group for p in response.logprobs] for group in groups]

@@ -15,7 +15,7 @@ from megavlm.data.rows import Row
 from megavlm.evaluation.baselines import Known, blind_answers, exchange_images
 from megavlm.evaluation.measures import Answer, measure_policy
 from megavlm.evaluation.result import measure, wilson_interval
-from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.protocol import Response, SamplingParams
 from megavlm.observability.metrics import evaluation_scalars
 from megavlm.rewards import boxed
 from megavlm.rewards.base import Score
@@ -42,17 +42,19 @@ TEST = [row(i, "How many?", str(i % 3), "count", bytes([i % 3])) for i in range(
 class LookingPolicy:
     """Counts right when it sees the image, says "a lot" when sampling, and "red" to colours."""
 
-    asked: list[tuple[int, Sampling]]
+    asked: list[tuple[int, SamplingParams]]
 
-    def generate(self, prompts: Sequence[Row], *, n: int, sampling: Sampling, **_: Any) -> Any:
+    def generate(
+        self, prompts: Sequence[Row], *, n: int, sampling_params: SamplingParams, **_: Any
+    ) -> Any:
         assert n == 1
-        self.asked.append((len(prompts), sampling))
-        return [[self.respond(prompt, sampling)] for prompt in prompts]
+        self.asked.append((len(prompts), sampling_params))
+        return [[self.respond(prompt, sampling_params)] for prompt in prompts]
 
-    def respond(self, prompt: Row, sampling: Sampling) -> Response:
+    def respond(self, prompt: Row, sampling_params: SamplingParams) -> Response:
         if prompt.category == "colour":
             text = "red"
-        elif sampling.temperature > 0:
+        elif sampling_params.temperature > 0:
             text = "a lot"
         else:
             text = str(prompt.images[0][0])
@@ -67,8 +69,8 @@ def run(policy: LookingPolicy, **options: Any) -> Any:
     measures = {name: options.pop(name, True) for name in ("sampled", "shuffled")}
     reward = options.pop("reward", score)
 
-    def play(rows: Sequence[Row], how: Sampling) -> list[Answer]:
-        groups = policy.generate(rows, n=1, sampling=how)
+    def play(rows: Sequence[Row], how: SamplingParams) -> list[Answer]:
+        groups = policy.generate(rows, n=1, sampling_params=how)
         texts = [bytes(response.token_ids.tolist()).decode() for (response,) in groups]
         return [
             Answer(text, found.correct, found.failure)
@@ -82,7 +84,7 @@ def run(policy: LookingPolicy, **options: Any) -> Any:
         rows,
         num_tokens=options.pop("num_tokens", num_tokens),
         known=Known.of(options.pop("train", TRAIN), rows),
-        sampling=Sampling(temperature=1.0, max_new_tokens=4),
+        sampling_params=SamplingParams(temperature=1.0, max_new_tokens=4),
         settings=Evaluation(**measures),
         seed=options.pop("seed", 0),
         **options,
@@ -101,7 +103,7 @@ def test_every_measure() -> None:
     assert result.blind.by_category["count"].share == pytest.approx(2 / 6)
     assert result.blind.by_category["colour"].share == 0
     assert result.shuffled.by_category["count"].share < 1, "it looked, so other images hurt it"
-    temperatures = [sampling.temperature for _, sampling in policy.asked]
+    temperatures = [sampling_params.temperature for _, sampling_params in policy.asked]
     assert temperatures == [0.0, 1.0, 0.0] and all(count == len(TEST) for count, _ in policy.asked)
 
 

@@ -24,7 +24,7 @@ from megavlm.inference.answers import parse_generate
 from megavlm.inference.bodies import continue_body, generate_body, processed_media
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
-from megavlm.inference.protocol import Response, Sampling, VersionSpan
+from megavlm.inference.protocol import Response, SamplingParams, VersionSpan
 from megavlm.inference.requests import ATTEMPTS, PROMPTS_PER_REQUEST, RequestLimits
 from megavlm.inference.server import ClaimedPort
 from megavlm.rollout.groups import draft_metrics
@@ -34,7 +34,7 @@ from tests.support.generation import generate, generate_some
 from tests.support.prompts import make_image, make_prompt
 from tests.support.responses import make_response, plain
 
-GREEDY = Sampling(temperature=0.0, max_new_tokens=4)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=4)
 ALONE = replace(GREEDY, max_new_tokens=256)  # a request for each prompt
 NO_DELAY: dict[str, Any] = {"retry_delay": 0.0}
 OPEN = ExitStack()
@@ -56,7 +56,7 @@ def test_order_over_requests_and_samples() -> None:
     """Many requests over two servers: each prompt has its own responses, in order."""
     prompts = [make_prompt(first_id=100 + i) for i in range(4 * PROMPTS_PER_REQUEST + 3)]
     with FakeServer() as a, FakeServer() as b:
-        groups = generate(client(a, b), prompts, n=3, sampling=GREEDY)
+        groups = generate(client(a, b), prompts, n=3, sampling_params=GREEDY)
         assert (
             len(a.requests) + len(b.requests) == 5 and abs(len(a.requests) - len(b.requests)) == 1
         )
@@ -71,16 +71,16 @@ def test_order_over_requests_and_samples() -> None:
 def test_one_prompt_and_none() -> None:
     with FakeServer() as fake:
         asking = client(fake)
-        ((response,),) = generate(asking, [make_prompt()], n=1, sampling=GREEDY)
+        ((response,),) = generate(asking, [make_prompt()], n=1, sampling_params=GREEDY)
         assert response.token_ids.tolist() == [7, 0]
-        assert generate(asking, [], n=1, sampling=GREEDY) == []
+        assert generate(asking, [], n=1, sampling_params=GREEDY) == []
 
 
 def test_connections_are_kept_between_rollouts() -> None:
     with FakeServer() as fake:
         asking = client(fake)
         for _ in range(3):
-            generate(asking, [make_prompt()], n=1, sampling=GREEDY)
+            generate(asking, [make_prompt()], n=1, sampling_params=GREEDY)
         assert fake.num_connections == 1
 
 
@@ -90,7 +90,9 @@ MALFORMED: list[Fault] = ["garbage", "wrong form", "cut", "NaN", "1e999", "long 
 @pytest.mark.parametrize("fault", ["500", "reset", "hang", "slow body", *MALFORMED])
 def test_fault_is_retried(fault: Fault) -> None:
     with FakeServer(fault, fault) as fake:
-        ((response,),) = generate(client(fake, total=1.5), [make_prompt()], n=1, sampling=GREEDY)
+        ((response,),) = generate(
+            client(fake, total=1.5), [make_prompt()], n=1, sampling_params=GREEDY
+        )
         assert response.token_ids.tolist() == [7, 0]
         assert len(fake.requests) == 3
 
@@ -100,7 +102,7 @@ def test_retries_are_bounded(fault: Fault) -> None:
     with FakeServer(*[fault] * 20) as fake:
         with pytest.raises(RolloutServerError, match=rf"rows.parquet:7 in {ATTEMPTS} attempts"):
             total = 0.7 if fault == "hang" else 30.0
-            generate(client(fake, total=total), [make_prompt()], n=1, sampling=GREEDY)
+            generate(client(fake, total=total), [make_prompt()], n=1, sampling_params=GREEDY)
         assert len(fake.requests) == ATTEMPTS
 
 
@@ -111,13 +113,15 @@ def test_the_limit_grows_with_the_answer_and_names_its_key() -> None:
     )
     with FakeServer(*["hang"] * 20) as fake:
         with pytest.raises(RolloutServerError, match=expected):
-            generate(client(fake, total=0.1, token=0.05), [make_prompt()], n=1, sampling=GREEDY)
+            generate(
+                client(fake, total=0.1, token=0.05), [make_prompt()], n=1, sampling_params=GREEDY
+            )
 
 
 def test_refusal_is_not_retried() -> None:
     with FakeServer("400") as fake:
         with pytest.raises(RolloutRequestError, match=r"HTTP 400 .* rows.parquet:7: .*scripted"):
-            generate(client(fake), [make_prompt()], n=1, sampling=GREEDY)
+            generate(client(fake), [make_prompt()], n=1, sampling_params=GREEDY)
         assert len(fake.requests) == 1
 
 
@@ -125,7 +129,7 @@ def test_a_server_that_hangs_after_its_head_is_left_for_the_other() -> None:
     prompts = [make_prompt(first_id=i) for i in range(6)]
     with FakeServer(*["head only"] * 20) as slow, FakeServer() as other:
         asking = client(slow, other, body=1.5)
-        groups = generate(asking, prompts, n=2, sampling=GREEDY)
+        groups = generate(asking, prompts, n=2, sampling_params=GREEDY)
         assert slow.requests, "it was asked"
     assert [group[0].token_ids[0] for group in groups] == list(range(6))
 
@@ -135,7 +139,7 @@ def test_dead_server_gives_its_requests_to_the_other() -> None:
     port = ClaimedPort()
     with FakeServer() as alive:
         groups = generate(
-            client(f"http://127.0.0.1:{port.number}", alive), prompts, n=2, sampling=GREEDY
+            client(f"http://127.0.0.1:{port.number}", alive), prompts, n=2, sampling_params=GREEDY
         )
     assert [group[0].token_ids[0] for group in groups] == list(range(40))
 
@@ -143,7 +147,9 @@ def test_dead_server_gives_its_requests_to_the_other() -> None:
 def test_nobody_listens() -> None:
     port = ClaimedPort()
     with pytest.raises(RolloutServerError, match="Cannot connect to host"):
-        generate(client(f"http://127.0.0.1:{port.number}"), [make_prompt()], n=1, sampling=GREEDY)
+        generate(
+            client(f"http://127.0.0.1:{port.number}"), [make_prompt()], n=1, sampling_params=GREEDY
+        )
 
 
 def test_other_prompt_length_stops() -> None:
@@ -151,16 +157,16 @@ def test_other_prompt_length_stops() -> None:
         with pytest.raises(
             RolloutRequestError, match=r"rows.parquet:7: .* counts 4 .* the trainer 3"
         ):
-            generate(client(fake), [make_prompt()], n=1, sampling=GREEDY)
+            generate(client(fake), [make_prompt()], n=1, sampling_params=GREEDY)
         assert len(fake.requests) == 1
 
 
 def test_other_weight_version_stops_where_nobody_watches_the_server() -> None:
     with FakeServer(weight_version="4") as fake:
         asking = client(fake)
-        generate(asking, [make_prompt()], n=1, sampling=GREEDY, weight_version=4)
+        generate(asking, [make_prompt()], n=1, sampling_params=GREEDY, weight_version=4)
         with pytest.raises(RolloutServerError, match=r"\['4'\] instead of 5"):
-            generate(asking, [make_prompt()], n=1, sampling=GREEDY, weight_version=5)
+            generate(asking, [make_prompt()], n=1, sampling_params=GREEDY, weight_version=5)
 
 
 def test_a_pause_keeps_what_was_aborted() -> None:
@@ -169,7 +175,7 @@ def test_a_pause_keeps_what_was_aborted() -> None:
     with FakeServer(weight_version="3") as fake:
         asking = client(fake)
         fake.held = {1, 4}
-        first = generate_some(asking, prompts, 3, n=2, sampling=ALONE, weight_version=3)
+        first = generate_some(asking, prompts, 3, n=2, sampling_params=ALONE, weight_version=3)
         assert [[r.finish for r in group] for group in first] == [
             ["stop"] * 2,
             ["abort"] * 2,
@@ -184,7 +190,9 @@ def test_a_pause_keeps_what_was_aborted() -> None:
         fake.held, fake.weight_version = set(), "4"
         begun = [first[1], [], first[4]]
         prompts = [prompts[1], make_prompt(first_id=9), prompts[4]]
-        second = generate(asking, prompts, n=2, sampling=ALONE, weight_version=4, begun=begun)
+        second = generate(
+            asking, prompts, n=2, sampling_params=ALONE, weight_version=4, begun=begun
+        )
         (continued,) = [b for b in fake.bodies("/generate") if b["input_ids"][0][:1] == [1]][1:]
     assert [[r.token_ids.tolist() for r in group] for group in second] == [
         [[50, 51, 1, 2]] * 2,
@@ -204,7 +212,7 @@ def test_responses_that_another_client_aborts_are_continued() -> None:
         fake.held = {7}
         fake.aborted.set()
         fake.held_once = True
-        ((response,),) = generate(client(fake), [make_prompt()], n=1, sampling=GREEDY)
+        ((response,),) = generate(client(fake), [make_prompt()], n=1, sampling_params=GREEDY)
         assert response.token_ids.tolist() == [50, 51, 7, 2] and response.finish == "stop"
 
 
@@ -215,17 +223,17 @@ def test_an_abort_may_come_before_the_first_token_or_with_the_last(
     prompts = [make_prompt(first_id=i) for i in range(2)]
     with FakeServer() as fake:
         fake.held, fake.num_held_tokens = {1}, num_tokens
-        _, group = generate_some(client(fake), prompts, 1, n=2, sampling=ALONE)
+        _, group = generate_some(client(fake), prompts, 1, n=2, sampling_params=ALONE)
     assert [response.finish for response in group] == ([finish] * 2 if finish else [])
 
 
 @pytest.mark.parametrize("ends", [(51,), (2, 51), (51, 2)])
 def test_an_aborted_response_that_has_ended_is_complete(ends: tuple[int, ...]) -> None:
     prompts = [make_prompt(first_id=i) for i in range(2)]
-    sampling = replace(ALONE, stop_ids=ends)
+    sampling_params = replace(ALONE, stop_ids=ends)
     with FakeServer() as fake:
         fake.held = {1}
-        _, group = generate_some(client(fake), prompts, 1, n=1, sampling=sampling)
+        _, group = generate_some(client(fake), prompts, 1, n=1, sampling_params=sampling_params)
     assert [response.finish for response in group] == ["stop"]
 
 
@@ -237,7 +245,7 @@ def test_a_batch_shows_its_state_once_there_is_an_answer(monkeypatch: pytest.Mon
             asking = client(fake)
             asking._show = lines.append
             threading.Timer(0.2, fake.aborted.set).start()
-            generate(asking, [make_prompt(), make_prompt(first_id=9)], n=1, sampling=GREEDY)
+            generate(asking, [make_prompt(), make_prompt(first_id=9)], n=1, sampling_params=GREEDY)
         return lines
 
     monkeypatch.setattr(generation, "POLL_EVERY", 0.02)
@@ -249,10 +257,10 @@ def test_a_batch_shows_its_state_once_there_is_an_answer(monkeypatch: pytest.Mon
 
 
 def test_body() -> None:
-    sampling = Sampling(0.7, 9, suppressed_ids=(3, 5), cache_key="4")
+    sampling_params = SamplingParams(0.7, 9, suppressed_ids=(3, 5), cache_key="4")
     prompts = [make_prompt(images=2), make_prompt(first_id=8)]
     with FakeServer() as fake:
-        generate(client(fake), prompts, n=2, sampling=sampling)
+        generate(client(fake), prompts, n=2, sampling_params=sampling_params)
         ((path, body, authorization),) = fake.requests
     assert path == "/generate" and authorization == "Bearer secret"
     url = data_url_of(prompts[0].images[0])
@@ -278,7 +286,7 @@ def test_a_server_on_this_machine_reads_images_from_memory(faults: tuple[Fault, 
     with ReadingServer(*faults) as fake:
         routing = FixedServers(fake.url, api_key="secret", is_local=True)
         with RolloutClient(routing, RequestLimits(**NO_DELAY)) as local:
-            groups = generate(local, prompts, n=2, sampling=GREEDY)
+            groups = generate(local, prompts, n=2, sampling_params=GREEDY)
         bodies = fake.bodies("/generate")
     assert [group[0].token_ids[0] for group in groups] == [7, 8, 9]
     files = [b"".join(image.ppm()) for prompt in prompts for image in prompt.images]
@@ -331,7 +339,7 @@ def test_an_answer_of_the_right_form_can_be_malformed(
         "weight_version": "1",
     }
     with pytest.raises(ValueError, match=problem):
-        parse_generate({"meta_info": meta}, [prompt], 1, Sampling(1.0, 4, vocab_size=9))
+        parse_generate({"meta_info": meta}, [prompt], 1, SamplingParams(1.0, 4, vocab_size=9))
 
 
 def test_accepted_drafts_are_counted_over_a_response_and_its_continuation() -> None:
@@ -343,9 +351,9 @@ def test_accepted_drafts_are_counted_over_a_response_and_its_continuation() -> N
         "weight_version": "1",
     }
     counts = {"spec_num_correct_drafts": 1, "spec_verify_ct": 2, "spec_accept_length": 2.0}
-    sampling = Sampling(1.0, 4)
-    ((plain,),) = parse_generate({"meta_info": meta}, [prompt], 1, sampling)
-    ((drafted,),) = parse_generate({"meta_info": meta | counts}, [prompt], 1, sampling)
+    sampling_params = SamplingParams(1.0, 4)
+    ((plain,),) = parse_generate({"meta_info": meta}, [prompt], 1, sampling_params)
+    ((drafted,),) = parse_generate({"meta_info": meta | counts}, [prompt], 1, sampling_params)
     assert plain.drafts == (0, 0) and draft_metrics([plain]) == {}
     assert drafted.then(plain).then(drafted).drafts == (2, 4)
     assert draft_metrics([drafted, plain]) == {"accept_length": 1.5}
@@ -355,8 +363,8 @@ def test_accepted_drafts_are_counted_over_a_response_and_its_continuation() -> N
 def test_a_continuation_holds_an_image_once(images: int) -> None:
     """SGLang gives a text to all inputs of a request, and takes lists only for each of them."""
     prompt, begun = make_prompt(images=images), [aborted(5), aborted(6), aborted(7)]
-    sampling = Sampling(temperature=1.0, max_new_tokens=9)
-    body = json.loads(b"".join(continue_body(prompt, begun, sampling)))
+    sampling_params = SamplingParams(temperature=1.0, max_new_tokens=9)
+    body = json.loads(b"".join(continue_body(prompt, begun, sampling_params)))
     url = data_url_of(prompt.images[0]) if images else ""
     expected = {0: None, 1: url, 2: [[url, url]] * 3}
     assert body.get("image_data") == expected[images]
@@ -412,7 +420,7 @@ def test_a_video_at_another_rate_is_cached_apart() -> None:
 def test_videos_are_not_sent_to_a_server_without_our_support() -> None:
     with FakeServer() as fake:
         with pytest.raises(RolloutRequestError, match=r"take the videos of rows\.parquet:7: only"):
-            generate(client(fake), [video_prompt()], n=1, sampling=GREEDY)
+            generate(client(fake), [video_prompt()], n=1, sampling_params=GREEDY)
         assert not fake.requests
 
 

@@ -5,15 +5,15 @@ import pytest
 from megavlm.data.processor import Prompt
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import IMAGE_TOKENS
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.requests import RequestLimits, make_requests
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer
 from tests.support.generation import generate
 from tests.support.prompts import make_prompt
 
-SHORT = Sampling(temperature=1.0, max_new_tokens=4)
-LONG = Sampling(temperature=1.0, max_new_tokens=300)  # a request for each prompt
+SHORT = SamplingParams(temperature=1.0, max_new_tokens=4)
+LONG = SamplingParams(temperature=1.0, max_new_tokens=300)  # a request for each prompt
 
 
 def prompt(image_tokens: int, first_id: int = 7) -> Prompt:
@@ -48,7 +48,7 @@ def test_a_large_prompt_is_not_overtaken() -> None:
     prompts = [prompt(1, 0), prompt(4, 1), prompt(1, 2), prompt(9, 3), prompt(1, 4)]
     limits = RequestLimits(concurrency=4, image_tokens=4)
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), limits) as client:
-        groups = generate(client, prompts, n=1, sampling=LONG)
+        groups = generate(client, prompts, n=1, sampling_params=LONG)
         asked = [body["input_ids"][0][0] for body in fake.bodies("/generate")]
     assert asked == [0, 1, 2, 3, 4]
     assert [tuple(group[0].token_ids) for group in groups] == [(place, 0) for place in range(5)]

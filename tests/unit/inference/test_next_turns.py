@@ -8,7 +8,7 @@ import pytest
 
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
-from megavlm.inference.protocol import ABORT, Response, Sampling, VersionSpan
+from megavlm.inference.protocol import ABORT, Response, SamplingParams, VersionSpan
 from megavlm.inference.requests import RequestLimits, RequestRefused, RequestTimedOut
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer
@@ -17,7 +17,7 @@ from tests.support.prompts import make_prompt
 from tests.support.responses import make_response
 from tests.support.server_pools import external, push
 
-SAMPLING = Sampling(temperature=1.0, max_new_tokens=256)  # a request for each prompt
+SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=256)  # a request for each prompt
 NO_DELAY = RequestLimits(retry_delay=0.0)
 
 
@@ -34,7 +34,7 @@ def test_a_group_is_followed_by_its_next_turn_while_another_is_generated() -> No
                 fake.aborted.set()
 
         prompts = [make_prompt(first_id=1), make_prompt(first_id=2)]
-        groups = generate(client, prompts, n=2, sampling=SAMPLING, follow=follow)
+        groups = generate(client, prompts, n=2, sampling_params=SAMPLING, follow=follow)
     assert events[:2] == [(0, [[1, 0], [1, 1]]), [9, 0]] and events[2][0] == 1
     ends = [group[0].token_ids[-2:].tolist() for group in groups]
     assert ends == [[1, 0], [2, 2]], "in their order"
@@ -55,7 +55,7 @@ def test_with_no_responses_all_groups_are_followed_at_once() -> None:
             assert said.token_ids.tolist() == [place, 0]
 
         groups = generate(
-            client, [make_prompt() for _ in range(3)], n=0, sampling=SAMPLING, follow=follow
+            client, [make_prompt() for _ in range(3)], n=0, sampling_params=SAMPLING, follow=follow
         )
         bodies = fake.bodies("/generate")
     assert groups == [[], [], []] and len(bodies) == 3
@@ -74,7 +74,7 @@ def test_a_next_turn_that_was_aborted_keeps_its_limit() -> None:
             fake.aborted.set()
             assert (await asking).token_ids.tolist() == [50, 51, 52, 9, 3]
 
-        generate(client, [make_prompt()], n=0, sampling=SAMPLING, follow=follow)
+        generate(client, [make_prompt()], n=0, sampling_params=SAMPLING, follow=follow)
         limits = [b["sampling_params"] for b in fake.bodies("/generate")]
     assert [_limit(parameters) for parameters in limits] == [7, 4]
 
@@ -102,7 +102,7 @@ def test_a_next_turn_that_is_cancelled_is_forgotten() -> None:
             fake.aborted.set()
             assert (await ask(make_prompt(first_id=9))).token_ids.tolist() == [9, 0]
 
-        generate(client, [make_prompt()], n=0, sampling=SAMPLING, follow=follow)
+        generate(client, [make_prompt()], n=0, sampling_params=SAMPLING, follow=follow)
     assert len(fake.bodies("/generate")) == 2
 
 
@@ -124,7 +124,7 @@ def test_a_next_turn_waits_for_a_refit_and_is_asked_again() -> None:
                 client,
                 [make_prompt()],
                 n=1,
-                sampling=SAMPLING,
+                sampling_params=SAMPLING,
                 weight_version=1,
                 refit=refit,
                 follow=follow,
@@ -157,7 +157,7 @@ def test_a_group_whose_requests_time_out_is_left_out_and_the_others_are_answered
                 client,
                 [make_prompt(first_id=1), make_prompt(first_id=2)],
                 n=1,
-                sampling=SAMPLING,
+                sampling_params=SAMPLING,
                 weight_version=1,
                 refit=lambda: push(pool, 1, (fake,)),
                 follow=follow,
@@ -180,7 +180,7 @@ def test_a_next_turn_that_times_out_raises_where_it_was_asked() -> None:
             except RequestTimedOut as error:
                 told.append(str(error))
 
-        arguments: Any = {"n": 1, "sampling": SAMPLING, "follow": follow}
+        arguments: Any = {"n": 1, "sampling_params": SAMPLING, "follow": follow}
         generate(client, [make_prompt(first_id=1)], **arguments, skip_timed_out=True)
         with pytest.raises(RolloutServerError, match=r"raise rollout\.request_timeout"):
             generate(client, [make_prompt(first_id=1)], **arguments)
@@ -200,7 +200,7 @@ def test_a_next_turn_that_is_refused_raises_where_it_was_asked() -> None:
                 told.append(str(error))
             assert (await ask(make_prompt(first_id=8))).token_ids.tolist() == [8, 0]
 
-        arguments: Any = {"n": 1, "sampling": SAMPLING, "follow": follow}
+        arguments: Any = {"n": 1, "sampling_params": SAMPLING, "follow": follow}
         (group,) = generate(client, [make_prompt(first_id=1)], **arguments)
         assert len(group) == 1 and len(told) == 1 and "HTTP 400" in told[0]
         fake.refused["/generate"] = {4}
@@ -213,7 +213,7 @@ def test_a_continuation_that_is_refused_begins_anew() -> None:
     cut = replace(whole, finish=ABORT)
     with FakeServer("400") as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
         prompts = [make_prompt(first_id=1)]
-        (group,) = generate(client, prompts, n=2, sampling=SAMPLING, begun=[[whole, cut]])
+        (group,) = generate(client, prompts, n=2, sampling_params=SAMPLING, begun=[[whole, cut]])
         asked = [len(body["input_ids"][0]) for body in fake.bodies("/generate")]
     assert [response.token_ids.tolist() for response in group] == [[1, 0], [1, 1]]
     assert asked == [5, 3], "with its tokens, then without"
@@ -227,7 +227,12 @@ def test_only_what_timed_out_is_left_out() -> None:
     with FakeServer(*["500"] * 4) as fake, RolloutClient(FixedServers(fake.url), SHORT) as client:
         with pytest.raises(RolloutServerError, match="500"):
             generate(
-                client, [make_prompt()], n=1, sampling=SAMPLING, follow=follow, skip_timed_out=True
+                client,
+                [make_prompt()],
+                n=1,
+                sampling_params=SAMPLING,
+                follow=follow,
+                skip_timed_out=True,
             )
 
 
@@ -240,7 +245,7 @@ def test_an_error_of_what_follows_ends_the_generation() -> None:
 
         prompts = [make_prompt(first_id=1), make_prompt(first_id=2)]
         with pytest.raises(ValueError, match="as told"):
-            generate(client, prompts, n=1, sampling=SAMPLING, follow=follow)
+            generate(client, prompts, n=1, sampling_params=SAMPLING, follow=follow)
         fake.held = set()
-        ((answer,),) = generate(client, prompts[1:], n=1, sampling=SAMPLING)
+        ((answer,),) = generate(client, prompts[1:], n=1, sampling_params=SAMPLING)
         assert answer.token_ids.tolist() == [2, 0]

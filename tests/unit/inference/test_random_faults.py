@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from megavlm.inference.client import RolloutClient
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_pool import supervisor
 from megavlm.inference.server_pool.handle import ServerHandle
@@ -19,7 +19,7 @@ from tests.support.levels import slow
 from tests.support.prompts import make_prompt
 from tests.support.timeouts import scaled
 
-SAMPLING = Sampling(temperature=1.0, max_new_tokens=300)  # a request for each prompt
+SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=300)  # a request for each prompt
 STEPS, FAULTS, PROMPTS = 50, 20, 6
 KINDS = [*(fault for fault in get_args(Fault) if fault != "400"), "other weights", "aborted"]
 
@@ -63,7 +63,7 @@ def test_the_ledger_has_no_gap_and_no_double(seed: int, monkeypatch: pytest.Monk
                         client,
                         prompts,
                         n=2,
-                        sampling=SAMPLING,
+                        sampling_params=SAMPLING,
                         weight_version=step,
                         refit=lambda step=step: push(pool, step, fakes),
                     )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megavlm.inference.client import RolloutClient
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
@@ -16,7 +16,7 @@ from tests.support.generation import generate
 from tests.support.prompts import make_prompt
 
 NO_DELAY = RequestLimits(retry_delay=0.0)
-SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
+SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=4)
 
 
 def push(pool: ServerPool, version: str, *fakes: FakeServer) -> None:
@@ -28,7 +28,9 @@ def push(pool: ServerPool, version: str, *fakes: FakeServer) -> None:
 
 def ask(client: RolloutClient, version: str, **options: Any) -> list[Any]:
     prompts = [make_prompt(first_id=i) for i in range(3)]
-    return generate(client, prompts, n=2, sampling=SAMPLING, weight_version=version, **options)
+    return generate(
+        client, prompts, n=2, sampling_params=SAMPLING, weight_version=version, **options
+    )
 
 
 def test_requests_go_to_the_router_and_weights_to_the_servers() -> None:

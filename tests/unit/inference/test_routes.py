@@ -12,14 +12,14 @@ import torch
 from megavlm.inference.answers import parse_continue, parse_generate
 from megavlm.inference.bodies import continue_body, generate_body
 from megavlm.inference.errors import RolloutRequestError
-from megavlm.inference.protocol import Response, Sampling
+from megavlm.inference.protocol import Response, SamplingParams
 from megavlm.inference.routes import RouteShape, route_shape
 from megavlm.inference.server_support.megavlm_routes import narrow
 from tests.support.prompts import make_prompt
 from tests.support.responses import make_response
 
 SHAPE = RouteShape(num_layers=2, num_experts=64, top_k=3)
-HOW = Sampling(1.0, 9, routes=SHAPE)
+HOW = SamplingParams(1.0, 9, routes=SHAPE)
 PROMPT = make_prompt(num_tokens=5)
 
 
@@ -124,10 +124,10 @@ def test_a_server_that_returns_none_is_refused() -> None:
     without = answer([7], 0, routed_experts=None)
     with pytest.raises(RolloutRequestError, match="start it with --enable-return-routed-experts"):
         parse_generate(without, [PROMPT], 1, HOW)
-    ((response,),) = parse_generate(without, [PROMPT], 1, Sampling(1.0, 9))
+    ((response,),) = parse_generate(without, [PROMPT], 1, SamplingParams(1.0, 9))
     assert response.routes is None
     assert "return_routed_experts" not in json.loads(
-        b"".join(generate_body([PROMPT], 1, Sampling(1.0, 9)))
+        b"".join(generate_body([PROMPT], 1, SamplingParams(1.0, 9)))
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 from megavlm.inference import server
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutServerError
-from megavlm.inference.protocol import Sampling
+from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
@@ -33,7 +33,7 @@ from tests.support.timeouts import scaled
 
 STUB = Path(__file__).resolve().parents[2] / "fakes" / "stub_sglang"
 NO_DELAY = RequestLimits(retry_delay=0.0)
-SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
+SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=4)
 QUEUE = {"num_running_reqs": 2, "num_waiting_reqs": 3}  # of each of a server's schedulers
 
 
@@ -197,7 +197,7 @@ def test_with_enough_servers_left_the_run_continues(
         wait_for(lambda: state(pool, gone) is State.RETIRED)
         assert push(pool, 2) == [left]
         # the stub's own version does not change: any will do here
-        groups = generate(client, [make_prompt()], n=2, sampling=SAMPLING)
+        groups = generate(client, [make_prompt()], n=2, sampling_params=SAMPLING)
         assert len(groups[0]) == 2
 
 
@@ -216,7 +216,7 @@ def test_a_server_killed_in_mid_batch_loses_and_doubles_nothing() -> None:
 
             death = threading.Thread(target=die)
             death.start()
-            groups = generate(client, prompts, n=2, sampling=SAMPLING, weight_version=1)
+            groups = generate(client, prompts, n=2, sampling_params=SAMPLING, weight_version=1)
             death.join()
             assert [[tuple(r.token_ids) for r in group] for group in groups] == [
                 [(i, 0), (i, 1)] for i in range(12)
@@ -244,9 +244,9 @@ def test_when_all_servers_died_the_batch_continues_after_a_refit(
             assert state(pool, url) is State.STALE
             refits.append(push(pool, 0))
 
-        begun = generate(client, prompts[:1], n=2, sampling=SAMPLING, refit=refit)
+        begun = generate(client, prompts[:1], n=2, sampling_params=SAMPLING, refit=refit)
         groups = generate(
-            client, prompts, n=2, sampling=SAMPLING, refit=refit, begun=[begun[0], [], []]
+            client, prompts, n=2, sampling_params=SAMPLING, refit=refit, begun=[begun[0], [], []]
         )
         assert len(refits) == 1 and groups[0] is not begun[0] and groups[0] == begun[0]
     assert [[tuple(r.token_ids) for r in group] for group in groups] == [
@@ -260,7 +260,7 @@ def test_another_weight_version_makes_the_server_stale_and_is_asked_elsewhere() 
         with external(a, b) as pool, RolloutClient(pool, NO_DELAY) as client:
             push(pool, 5, (a, b))
             a.weight_version = "default"  # another process restarted it
-            groups = generate(client, prompts, n=1, sampling=SAMPLING, weight_version=5)
+            groups = generate(client, prompts, n=1, sampling_params=SAMPLING, weight_version=5)
             assert {r.weight_version for group in groups for r in group} == {"5"}
             assert state(pool, a.url) is State.STALE
             assert {t.url: t.needs_all for t in pool.receivers()} == {
@@ -278,7 +278,7 @@ def test_a_server_that_will_not_hold_the_weights_ends_the_rollout() -> None:
                     client,
                     [make_prompt()],
                     n=1,
-                    sampling=SAMPLING,
+                    sampling_params=SAMPLING,
                     weight_version=5,
                     refit=lambda: push(pool, 5),
                 )
@@ -289,7 +289,7 @@ def test_a_failed_request_waits_for_a_real_answer() -> None:
     with FakeServer("500", only_generate=True) as fake:
         with external(fake) as pool, RolloutClient(pool, NO_DELAY) as client:
             push(pool, 1)
-            generate(client, [make_prompt()], n=1, sampling=SAMPLING, weight_version=1)
+            generate(client, [make_prompt()], n=1, sampling_params=SAMPLING, weight_version=1)
             assert fake.paths().count("/health_generate") == 1
             assert fake.paths().count("/generate") == 2
 
@@ -304,7 +304,7 @@ def test_a_server_that_hangs_is_noticed_by_probes_and_its_requests_move(
             a.held = set(range(8))
             a.ill.set()
             prompts = [make_prompt(first_id=i) for i in range(8)]
-            groups = generate(client, prompts, n=1, sampling=SAMPLING, weight_version=1)
+            groups = generate(client, prompts, n=1, sampling_params=SAMPLING, weight_version=1)
             assert len(groups) == 8 and all(groups)
             wait_for(lambda: state(pool, a.url) is State.DEAD)
             a.aborted.set()
