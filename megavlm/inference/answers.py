@@ -25,8 +25,8 @@ def parse_generate(
     sampling_params: SamplingParams,
     first_routed: int = 0,
 ) -> list[list[Response]]:
-    """Return the n responses of each prompt, in the order of the request. Of a prompt's routes, the
-    first response has all, and the others have only its last token's.
+    """Return the n responses of each prompt, in the order of the request. Of a prompt's routed
+    experts, the first response has all, and the others have only its last token's.
 
     Raises one of MALFORMED if the answer does not have SGLang's form, and RolloutRequestError if
     the server counts a different number of prompt tokens than the trainer. Their image processing
@@ -84,7 +84,7 @@ def _response(
     routed: tuple[int, int],
 ) -> Response:
     """Return a response, or its continuation after num_before tokens. routed: The first token whose
-    routes are in the answer, and the first whose routes are kept.
+    routed experts are in the answer, and the first whose routed experts are kept.
     """
     tokens, logprobs = _arrays(meta["output_token_logprobs"])
     finish = _finish(meta["finish_reason"], tokens, num_before, sampling_params)
@@ -122,25 +122,25 @@ def _response(
             for span in spans
             if span["end"] > span["start"]
         ),
-        routes=_routes(
+        routed_experts=_routed_experts(
             meta, len(prompt.token_ids) + num_before, len(tokens), sampling_params, routed
         ),
         drafts=(meta.get("spec_num_correct_drafts", 0), meta.get("spec_verify_ct", 0)),
     )
 
 
-def _routes(
+def _routed_experts(
     meta: Mapping[str, Any],
     num_before: int,
     num_tokens: int,
     sampling_params: SamplingParams,
     routed: tuple[int, int],
 ) -> npt.NDArray[Any] | None:
-    """Return the routes of a response's tokens before its last one; None if none were asked for,
-    or if a server had dropped its cache of a response before it was aborted. num_before: Tokens
-    before those of the answer.
+    """Return the routed experts of a response's tokens before its last one; None if none were asked
+    for, or if a server had dropped its cache of a response before it was aborted. num_before:
+    Tokens before those of the answer.
     """
-    shape, text = sampling_params.routes, meta.get("routed_experts")
+    shape, text = sampling_params.routed_experts, meta.get("routed_experts")
     if shape is None or not num_tokens:
         return None
     aborted = str(meta["finish_reason"]["type"]) == ABORT
@@ -151,12 +151,15 @@ def _routes(
         )
     first, kept = routed
     wanted = num_before + num_tokens - 1 - first
-    routes = None if text is None else shape.decode(text)[:wanted]
-    if routes is None or len(routes) < wanted:
+    routed_experts = None if text is None else shape.decode(text)[:wanted]
+    if routed_experts is None or len(routed_experts) < wanted:
         if aborted:
             return None
-        raise ValueError(f"{wanted} tokens have routes for {0 if routes is None else len(routes)}")
-    return routes[kept - first :].astype(shape.dtype)
+        raise ValueError(
+            f"{wanted} tokens have routed experts for "
+            f"{0 if routed_experts is None else len(routed_experts)}"
+        )
+    return routed_experts[kept - first :].astype(shape.dtype)
 
 
 def _arrays(

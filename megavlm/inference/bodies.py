@@ -54,7 +54,7 @@ def generate_body(
     first_routed: int = 0,
 ) -> list[Body]:
     """Return the JSON body of a /generate request for n responses to each prompt, in parts.
-    first_routed: The first token whose routes are returned, if any are.
+    first_routed: The first token whose routed experts are returned, if any are.
     """
     body: dict[str, Any] = {
         "input_ids": [list(prompt.request_ids) for prompt in prompts],
@@ -134,7 +134,7 @@ def _names(sampling_params: SamplingParams) -> dict[str, str]:
 
 
 def _route_request(sampling_params: SamplingParams, first: int) -> dict[str, Any]:
-    if sampling_params.routes is None:
+    if sampling_params.routed_experts is None:
         return {}
     return {"return_routed_experts": True, "routed_experts_start_len": first}
 

@@ -147,7 +147,7 @@ def server_handles(
     required = Requirements(
         fresh_images=needs_refit and config.trains_tower,
         sync=rollout.sync if needs_refit else None,
-        routes=needs_refit and replays_routing(config.algorithm),
+        routed_experts=needs_refit and replays_routing(config.algorithm),
         expert_adapters=rollout.lora == "adapter" and "language.experts" in config.lora.targets,
     )
     return [ServerHandle(url.rstrip("/"), *keys, required=required) for url in rollout.urls]

@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from megavlm.inference.routes import RouteShape
+from megavlm.inference.routed_experts import RoutedExpertsShape
 
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt
@@ -28,8 +28,8 @@ class SamplingParams:
     stop_ids: Tokens at which servers end a response, from the model folder. adapter: Name of the
     LoRA adapter to use; None uses only the base weights. vocab_size: Vocabulary size of the model;
     a response with a larger token id is malformed. cache_key: Servers reuse prefixes only among
-    requests with the same key; None shares them with all requests without a key. routes: Sizes of
-    the routes that servers return with the tokens; None asks for none.
+    requests with the same key; None shares them with all requests without a key. routed_experts:
+    Sizes of the routed experts that servers return with the tokens; None asks for none.
     """
 
     temperature: float
@@ -39,7 +39,7 @@ class SamplingParams:
     adapter: str | None = None
     vocab_size: int = 2**31
     cache_key: str | None = None
-    routes: RouteShape | None = None
+    routed_experts: RoutedExpertsShape | None = None
 
 
 def adapter_name(version: int | str) -> str:
@@ -63,11 +63,11 @@ class Response:
     logprobs: Natural log-prob of each token at the sampling temperature (1 if greedy), before
     top-p, under the weights that sampled it. finish: "stop", "length", or "abort" if the response
     can be continued. weight_version: Version of the weights that finished it. spans: Weight
-    versions of all tokens, in order. routes: Experts of the R tokens before the last one, which
-    begin in the prompt, as they were when the tokens after them were sampled. None if the server
-    returned none. teacher_logprobs: Log-prob of each token by a teacher, at temperature 1; None if
-    it gave none. drafts: Drafts that the server accepted, and the passes in which it verified some;
-    (0, 0) without speculative decoding.
+    versions of all tokens, in order. routed_experts: Experts of the R tokens before the last one,
+    which begin in the prompt, as they were when the tokens after them were sampled. None if the
+    server returned none. teacher_logprobs: Log-prob of each token by a teacher, at temperature 1;
+    None if it gave none. drafts: Drafts that the server accepted, and the passes in which it
+    verified some; (0, 0) without speculative decoding.
     """
 
     token_ids: npt.NDArray[np.int32]  # [T]
@@ -75,7 +75,7 @@ class Response:
     finish: str
     weight_version: str
     spans: tuple[VersionSpan, ...] = ()
-    routes: npt.NDArray[Any] | None = None  # [R, layers, top-k] uint8 or int16
+    routed_experts: npt.NDArray[Any] | None = None  # [R, layers, top-k] uint8 or int16
     teacher_logprobs: npt.NDArray[np.float32] | None = None  # [T]
     drafts: tuple[int, int] = (0, 0)
 
@@ -104,20 +104,20 @@ class Response:
         )
 
     def _routes_then(self, rest: "Response") -> Array | None:
-        """Return the routes joined with those of a continuation. Where some between the two are
-        missing, only the continuation's are kept.
+        """Return the routed experts joined with those of a continuation. Where some between the two
+        are missing, only the continuation's are kept.
         """
         if not len(rest.token_ids):
-            return self.routes
-        if self.routes is None or rest.routes is None:
-            return rest.routes
-        return np.concatenate([self.routes, rest.routes])
+            return self.routed_experts
+        if self.routed_experts is None or rest.routed_experts is None:
+            return rest.routed_experts
+        return np.concatenate([self.routed_experts, rest.routed_experts])
 
     def first_unrouted(self, num_prompt_tokens: int) -> int:
-        """Return the number of tokens, the prompt's included, before those whose routes are not
-        known yet.
+        """Return the number of tokens, the prompt's included, before those whose routed experts are
+        not known yet.
         """
-        if self.routes is None:
+        if self.routed_experts is None:
             return 0
         return num_prompt_tokens + max(len(self.token_ids) - 1, 0)
 
@@ -128,7 +128,7 @@ def is_complete(responses: Sequence[Response]) -> bool:
 
 
 def first_unrouted(prompt: "Prompt", begun: Sequence[Response]) -> int:
-    """Return the first token that has no routes yet in one of the responses."""
+    """Return the first token that has no routed experts yet in one of the responses."""
     return min(response.first_unrouted(len(prompt.token_ids)) for response in begun)
 
 

@@ -47,14 +47,17 @@ def restored_groups(
 
 
 def _old_response(values: Mapping[str, Any]) -> Response:
-    routes = values.get("routes")
+    routed_experts = values.get("routes")
     return Response(
         token_ids=_old_array(values["token_ids"], "<i4"),
         logprobs=_old_array(values["logprobs"], "<f4"),
         finish=values["finish"],
         weight_version=values["weight_version"],
         spans=tuple(VersionSpan(**span) for span in values["spans"]),
-        routes=routes and _old_array(routes["values"], routes["dtype"]).reshape(routes["shape"]),
+        routed_experts=routed_experts
+        and _old_array(routed_experts["values"], routed_experts["dtype"]).reshape(
+            routed_experts["shape"]
+        ),
     )
 
 

@@ -25,7 +25,7 @@ def group_tree(
     group: Group, columns: Sequence[TargetColumns], *, replays_routing: bool = False
 ) -> Tree:
     """Return the calls of a group's episodes as one tree. columns: Columns of each call's response.
-    replays_routing: If true, segments have the routes that servers returned.
+    replays_routing: If true, segments have the routed experts that servers returned.
 
     A response is a target once, below the prompt that it was sampled for. A prompt shares its
     longest prefix that is in the tree: with earlier calls of its episode and their responses, or
@@ -38,9 +38,11 @@ def group_tree(
     ends = (p.next_position + len(r.token_ids) for p, r in zip(prompts, responses, strict=True))
     text = text_positions(max(ends), 0)
     parts, segments = tree_parts(group), []
-    routes = _routes(parts, prompts, responses) if replays_routing else [None] * len(parts)
-    for (parent, call, is_response, start, end, images), its_routes in zip(
-        parts, routes, strict=True
+    routed_experts = (
+        _routed_experts(parts, prompts, responses) if replays_routing else [None] * len(parts)
+    )
+    for (parent, call, is_response, start, end, images), its_experts in zip(
+        parts, routed_experts, strict=True
     ):
         prompt = prompts[call]
         if is_response:
@@ -48,29 +50,31 @@ def group_tree(
             positions = text[:, prompt.next_position + start : prompt.next_position + end]
             is_whole = len(ids) == len(responses[call].token_ids)
             table = columns[call] if is_whole else columns[call].select(slice(start, end))
-            segments.append(Segment(ids, positions, parent, True, table, (), its_routes))
+            segments.append(Segment(ids, positions, parent, True, table, (), its_experts))
         else:
             ids, positions = prompt.token_ids[start:end], prompt.positions[:, start:end]
-            segments.append(Segment(ids, positions, parent, False, None, images, its_routes))
+            segments.append(Segment(ids, positions, parent, False, None, images, its_experts))
     return Tree(tuple(segments))
 
 
-def _routes(
+def _routed_experts(
     parts: Sequence[TreePart], prompts: Sequence[Prompt], responses: Sequence[Response]
 ) -> list[Tensor | None]:
-    """Return the routes of each part's tokens, without the last token of a response that no turn
-    follows.
+    """Return the routed experts of each part's tokens, without the last token of a response that no
+    turn follows.
     """
 
     def of_call(call: int, start: int, end: int) -> Tensor | None:
-        """Return the routes of tokens of a call, counted from its prompt's first; those at the end
-        may have none.
+        """Return the routed experts of tokens of a call, counted from its prompt's first; those at
+        the end may have none.
         """
-        routes, num_tokens = responses[call].routes, len(prompts[call].token_ids)
-        if routes is None:
+        routed_experts, num_tokens = responses[call].routed_experts, len(prompts[call].token_ids)
+        if routed_experts is None:
             return None
-        first = num_tokens + len(responses[call].token_ids) - 1 - len(routes)
-        return None if start < first else torch.from_numpy(routes[start - first : end - first])
+        first = num_tokens + len(responses[call].token_ids) - 1 - len(routed_experts)
+        return (
+            None if start < first else torch.from_numpy(routed_experts[start - first : end - first])
+        )
 
     starts = [x.start + x.is_response * len(prompts[x.call].token_ids) for x in parts]
     sizes = [part.end - part.start for part in parts]

@@ -5,10 +5,11 @@ inspection.
 `groups`, a JSON list. For each group they have the tokens of the prompt; then, for each episode,
 the tokens of each response and of the observation after it, or the whole prompt after it if this
 does not extend the turn. `logprobs` has values for response tokens only, rounded to float32 as in
-the trainer. `routes` [R, layers, top-k] has the routes of all responses, one after the other; it is
-absent from runs without algorithm.routing_replay. Images are given as numbers: 0, 1, ... are the
-row's images and videos, and -1, -2, ... those that the environment made, with their pixels in
-`pixels.0`, `pixels.1`, ..., and the pictures of images in tiles in `picture.0`, `picture.1`, ...
+the trainer. `routed_experts` [R, layers, top-k] has the routed experts of all responses, one after
+the other; it is absent from runs without algorithm.routing_replay. Images are given as numbers: 0,
+1, ... are the row's images and videos, and -1, -2, ... those that the environment made, with their
+pixels in `pixels.0`, `pixels.1`, ..., and the pictures of images in tiles in `picture.0`,
+`picture.1`, ...
 """
 
 from collections import Counter
@@ -82,7 +83,7 @@ class RecordedRollouts:
 
 
 class ResponseWriter:
-    """Collects the tokens, log-probs and routes of responses, in order."""
+    """Collects the tokens, log-probs and routed experts of responses, in order."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[npt.NDArray[Any]]] = {
@@ -103,9 +104,9 @@ class ResponseWriter:
             "weight_version": response.weight_version,
             "spans": [[span.version, span.start, span.end] for span in response.spans],
         }
-        if response.routes is not None:
-            self._parts["routes"].append(response.routes)
-            record["routes"] = len(response.routes)
+        if response.routed_experts is not None:
+            self._parts["routes"].append(response.routed_experts)
+            record["routes"] = len(response.routed_experts)
         return record
 
     def _add(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> int:

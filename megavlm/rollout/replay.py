@@ -43,7 +43,7 @@ class ReplaySource:
             )
         responses = [r for group in groups for e in group.episodes for r in e.responses]
         replays = replays_routing(algorithm)
-        if replays and all(response.routes is None for response in responses):
+        if replays and all(response.routed_experts is None for response in responses):
             raise ValueError(
                 f"algorithm.routing_replay=true replays experts, but rollout.replay={self._folder} "
                 f"has none in step {step}: record them with routing_replay=true, or set it to false"

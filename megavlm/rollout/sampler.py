@@ -15,7 +15,7 @@ from megavlm.data.rows import Row, Rows
 from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.protocol import SamplingParams, adapter_name
-from megavlm.inference.routes import route_shape
+from megavlm.inference.routed_experts import routed_experts_shape
 from megavlm.inference.teacher import Teacher
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.rewards import make_reward_manager
@@ -74,7 +74,7 @@ class Sampler:
         refit: Refit | None = None,
     ) -> Iterator[Group]:
         """Play n episodes from each row, and yield the groups in the order of the rows. A group has
-        no episodes if they could not start, and responses have no routes.
+        no episodes if they could not start, and responses have no routed experts.
 
         version: Weight version that must generate the responses; None accepts any. refit: Pushes
         the weights to servers that restarted.
@@ -86,7 +86,7 @@ class Sampler:
 
         generate = partial(
             self.client.generate,
-            sampling_params=at_version(self.config, replace(how, routes=None), version),
+            sampling_params=at_version(self.config, replace(how, routed_experts=None), version),
             weight_version=version,
             refit=None if refit is None else push,
         )
@@ -119,7 +119,9 @@ def make_sampling_params(config: Config, processor: Processor) -> SamplingParams
         suppressed_ids=processor.suppressed_ids if rollout.suppress_special_tokens else (),
         stop_ids=processor.stop_ids,
         cache_key=secrets.token_hex(4),
-        routes=route_shape(config.model.folder) if replays_routing(config.algorithm) else None,
+        routed_experts=routed_experts_shape(config.model.folder)
+        if replays_routing(config.algorithm)
+        else None,
     )
 
 

@@ -72,7 +72,7 @@ class Critic:
 
     def add_values(self, packs: Sequence[Pack], features: VisionFeatures) -> None:
         """Add the values of all targets to `packs`, on the last pipeline stage. Collective."""
-        computed = [pack.without_routes() for pack in packs]
+        computed = [pack.without_routed_experts() for pack in packs]
         scores = compute_logprobs(self.updater.chunks, computed, features, Scoring())
         if self._train_state.mesh.is_last_stage:
             for pack, pack_scores in zip(packs, scores, strict=True):

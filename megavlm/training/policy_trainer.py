@@ -192,7 +192,7 @@ class PolicyTrainer(BaseTrainer):
         phase = self.train_state.phases.current
         self.passed_tokens[phase] += batch.num_tokens * (1 - first / self.settings.minibatches)
         if packs:
-            computed = packs if replays else [pack.without_routes() for pack in packs]
+            computed = packs if replays else [pack.without_routed_experts() for pack in packs]
             scores = compute_logprobs(
                 self.train_state.updater.chunks, computed, features, self.scoring
             )

@@ -103,7 +103,7 @@ class PPOTrainer(PolicyTrainer):
         metrics = critic_metrics(
             [
                 self.critic.updater.update(
-                    [pack.without_routes() for pack in packs],
+                    [pack.without_routed_experts() for pack in packs],
                     theirs,
                     loss,
                     step=self.train_state.step + 1,

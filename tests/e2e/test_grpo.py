@@ -111,7 +111,9 @@ def test_the_checkpoint_is_evaluated_and_trained_on(world: World, trained: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param("qwen3_5", marks=pytest.mark.long), "qwen3_5_moe"])
 def test_layers_of_linear_attention(world: World, family: str) -> None:
-    """One family replays routes; the servers of both draft tokens with a head of the model."""
+    """One family replays routed experts; the servers of both draft tokens with a head of the
+    model.
+    """
     plain, model = world.root / family, world.root / f"{family}_mtp"
     sets = (world.root / f"data/{name}.parquet" for name in ("train", "test", "warm_start"))
     make_tiny_model(plain, DemoData(*sets, "task").texts(), seed=0, family=family, num_layers=4)

@@ -29,7 +29,7 @@ def permute_with_mask_map(
 ) -> tuple[Tensor, None, Tensor | None]:
     """Copy tokens [T, H] to the rows of the map; likewise probabilities [T, E]."""
     assert scale is None
-    token, expert, row = _routes(row_id_map, num_experts)
+    token, expert, row = _routed_experts(row_id_map, num_experts)
     assert len(row) == num_out_tokens
     permuted = torch.empty_like(tokens[token]).index_copy_(0, row, tokens[token])
     if probs is None:
@@ -49,7 +49,7 @@ def unpermute_with_mask_map(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sum of each token's rows [T, H], added in fp32, and probabilities [T, E]."""
     assert merging_probs is None, "experts have applied the probabilities"
-    token, expert, row = _routes(row_id_map, num_experts)
+    token, expert, row = _routed_experts(row_id_map, num_experts)
     tokens = rows.new_zeros(num_tokens, hidden_size, dtype=torch.float32)
     tokens = tokens.index_add_(0, token, rows[row].float()).to(rows.dtype)
     if permuted_probs is None:
@@ -81,7 +81,7 @@ def sort_chunks_by_map(
     return tokens[source], None if probs is None else probs[source]
 
 
-def _routes(row_id_map: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _routed_experts(row_id_map: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return token, expert and row of each copy."""
     rows = row_id_map[:, :num_experts]
     token, expert = (rows >= 0).nonzero(as_tuple=True)

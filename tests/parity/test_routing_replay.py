@@ -1,5 +1,5 @@
-"""Replayed routes under every kind of layout: logits and every gradient, the routers' included,
-against transformers with the same experts.
+"""Replayed routed experts under every kind of layout: logits and every gradient, the routers'
+included, against transformers with the same experts.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ SLOW = [
 
 
 def routes_of(token_ids: Tensor, config: Any) -> Tensor:
-    """Return routes [S, layers, top-k] that depend on a token, its place and the layer."""
+    """Return routed experts [S, layers, top-k] that depend on a token, its place and the layer."""
     text = config.text_config
     layers, experts = text.num_hidden_layers, text.num_experts
     seeds = (token_ids * 131 + torch.arange(len(token_ids)) * 7).tolist()
@@ -82,11 +82,11 @@ class RoutedReference(Reference):
 
     def scores(self, prompt: Prompt, response: Sequence[int]) -> Scores:
         ids = torch.cat([prompt.token_ids, torch.tensor(response)])
-        self.routes = routes_of(ids, self.config).long()
+        self.routed_experts = routes_of(ids, self.config).long()
         return super().scores(prompt, response)
 
     def route(self, gate: Any, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, chosen = hidden @ gate.weight.t(), self.routes[:, layer]
+        logits, chosen = hidden @ gate.weight.t(), self.routed_experts[:, layer]
         weights = logits.float().softmax(-1).gather(1, chosen)
         return logits, weights / weights.sum(-1, keepdim=True), chosen
 
@@ -102,7 +102,7 @@ def expect(folder: Path, cases: Sequence[Sequences]) -> dict[str, Any]:
 
 
 def trees(cases: Sequence[Sequences], config: Any) -> list[Tree]:
-    """Return trees with routes of all tokens but each response's last."""
+    """Return trees with routed experts of all tokens but each response's last."""
     made = []
     for case in cases:
         weights = [token_weights(len(r), i) for i, r in enumerate(case.responses)]
@@ -111,8 +111,8 @@ def trees(cases: Sequence[Sequences], config: Any) -> list[Tree]:
         start, segments = len(root.token_ids), []
         for segment in rest:
             ids = torch.cat([root.token_ids, segment.token_ids])
-            segments.append(replace(segment, routes=routes_of(ids, config)[start:-1]))
-        routed = replace(root, routes=routes_of(root.token_ids, config))
+            segments.append(replace(segment, routed_experts=routes_of(ids, config)[start:-1]))
+        routed = replace(root, routed_experts=routes_of(root.token_ids, config))
         made.append(Tree((routed, *segments)))
     return made
 
@@ -145,7 +145,7 @@ def compare(
     made = trees(cases, config)
     routed = packs([made[:2], made[2:]], config, ranks)
     theirs = torch.from_numpy(expected["logits"])
-    others = run.logits([pack.without_routes() for pack in routed])
+    others = run.logits([pack.without_routed_experts() for pack in routed])
     results = {
         "logits": difference(torch.cat(run.logits(routed)), theirs),
         "logits without replay": difference(torch.cat(others), theirs),

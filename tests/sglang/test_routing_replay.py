@@ -1,4 +1,4 @@
-"""Routes of a real server, replayed by the trainer's routers."""
+"""Routed experts of a real server, replayed by the trainer's routers."""
 
 import base64
 import time
@@ -22,7 +22,7 @@ from megavlm.families import family_of
 from megavlm.inference.answers import parse_generate
 from megavlm.inference.generation import Ask
 from megavlm.inference.protocol import Response, SamplingParams, VersionSpan, bearer
-from megavlm.inference.routes import route_shape
+from megavlm.inference.routed_experts import routed_experts_shape
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool.requirements import Requirements
@@ -83,9 +83,9 @@ def routed(
 
 def make_sampling_params(served: Served) -> SamplingParams:
     suppressed = tuple(served.processor.suppressed_ids)
-    shape = route_shape(served.folder)
+    shape = routed_experts_shape(served.folder)
     assert shape is not None
-    return SamplingParams(1.0, 12, suppressed_ids=suppressed, routes=shape)
+    return SamplingParams(1.0, 12, suppressed_ids=suppressed, routed_experts=shape)
 
 
 def test_logprobs_with_replay_are_the_servers(routed: Served, tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_logprobs_with_replay_are_the_servers(routed: Served, tmp_path: Path) ->
     assert_replay_matters(routed, groups, tmp_path)
     for prompt, responses in zip(asked, answers, strict=True):
         for number, response in enumerate(responses):
-            assert response.routes is not None and response.routes.dtype == np.uint8
-            known = len(response.routes) - len(response.token_ids) + 1
+            assert response.routed_experts is not None and response.routed_experts.dtype == np.uint8
+            known = len(response.routed_experts) - len(response.token_ids) + 1
             assert known == (1 if number else len(prompt.token_ids)), "a prompt's are kept once"
 
 
@@ -115,8 +115,10 @@ def test_turns_and_continued_responses_have_the_routes_of_each_request(
     begun = cut(first, 4)
     ((continued,),) = generate(routed.client, [prompt], n=1, sampling_params=how, begun=[[begun]])
     assert continued.token_ids.tolist()[:4] == first.token_ids.tolist()[:4]
-    assert continued.routes is not None and first.routes is not None
-    assert np.array_equal(continued.routes[: len(begun.routes)], begun.routes)  # type: ignore[arg-type]
+    assert continued.routed_experts is not None and first.routed_experts is not None
+    assert np.array_equal(
+        continued.routed_experts[: len(begun.routed_experts)], begun.routed_experts
+    )  # type: ignore[arg-type]
     row = Row(9, "Look again.", "", (), "", "test:9")
     said = [*continued.token_ids.tolist()[:-1], routed.processor.eos_id]
     continued = replace(continued, token_ids=np.array(said, np.int32))
@@ -125,8 +127,10 @@ def test_turns_and_continued_responses_have_the_routes_of_each_request(
 
     async def follow(place: int, responses: Sequence[Response], ask: Ask) -> None:
         last = await ask(following, first_routed=known)
-        assert last.routes is not None
-        assert len(last.routes) == len(following.token_ids) + len(last.token_ids) - 1 - known
+        assert last.routed_experts is not None
+        assert (
+            len(last.routed_experts) == len(following.token_ids) + len(last.token_ids) - 1 - known
+        )
         played.append(episode((prompt, continued), (following, last)))
 
     played: list[Episode] = []
@@ -136,7 +140,7 @@ def test_turns_and_continued_responses_have_the_routes_of_each_request(
 
 
 def test_an_aborted_request_has_the_routes_of_its_tokens(routed: Served) -> None:
-    prompt, shape = prompts(routed.processor)["text"], make_sampling_params(routed).routes
+    prompt, shape = prompts(routed.processor)["text"], make_sampling_params(routed).routed_experts
     assert shape is not None
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, routed, {"max_new_tokens": 5000, "ignore_eos": True})
@@ -147,12 +151,12 @@ def test_an_aborted_request_has_the_routes_of_its_tokens(routed: Served) -> None
     how = replace(make_sampling_params(routed), max_new_tokens=5000)
     ((response,),) = parse_generate(answer, [prompt], 1, how)
     assert response.finish == "abort" and len(response.token_ids) > 1
-    assert response.routes is not None
-    assert len(response.routes) == len(prompt.token_ids) + len(response.token_ids) - 1
+    assert response.routed_experts is not None
+    assert len(response.routed_experts) == len(prompt.token_ids) + len(response.token_ids) - 1
 
 
 def test_a_server_of_megavlm_sends_a_byte_an_expert(routed: Served) -> None:
-    prompt, shape = prompts(routed.processor)["text"], make_sampling_params(routed).routes
+    prompt, shape = prompts(routed.processor)["text"], make_sampling_params(routed).routed_experts
     assert shape is not None
     answer = ask(routed, {"max_new_tokens": 3, "ignore_eos": True}).json()
     content = base64.b64decode(answer["meta_info"]["routed_experts"])
@@ -173,14 +177,14 @@ def ask(served: Served, parameters: dict[str, Any]) -> httpx.Response:
 
 def test_a_server_without_the_option_is_refused(routed: Served) -> None:
     info = routed.get("/server_info")
-    assert Requirements(routes=True).read(info)[:2] == (1, "cpu")
+    assert Requirements(routed_experts=True).read(info)[:2] == (1, "cpu")
     with pytest.raises(ValueError, match="start it with --enable-return-routed-experts"):
-        Requirements(routes=True).read({**info, "enable_return_routed_experts": False})
+        Requirements(routed_experts=True).read({**info, "enable_return_routed_experts": False})
 
 
 def cut(response: Response, size: int) -> Response:
     """Return a response as if it had been aborted after `size` tokens."""
-    assert response.routes is not None
+    assert response.routed_experts is not None
     lost = len(response.token_ids) - size
     return replace(
         response,
@@ -188,7 +192,7 @@ def cut(response: Response, size: int) -> Response:
         logprobs=response.logprobs[:size],
         finish="abort",
         spans=(VersionSpan(response.weight_version, 0, size),),
-        routes=response.routes[:-lost],
+        routed_experts=response.routed_experts[:-lost],
     )
 
 
@@ -226,12 +230,14 @@ def compare(
     config = AutoConfig.from_pretrained(folder)
     run = Run.start(folder, config, Ranks(), ModelOptions(), images)
     pack = make_pack(trees, vision_token_ids=(config.image_token_id, config.video_token_id))
-    assert pack.columns is not None and pack.routes is not None
+    assert pack.columns is not None and pack.routed_experts is not None
     num_ends = sum(len(group.episodes) for group in groups)
-    assert int((~pack.routes.is_known).sum()) == num_ends, "all tokens but the last of an episode"
+    assert int((~pack.routed_experts.is_known).sum()) == num_ends, (
+        "all tokens but the last of an episode"
+    )
     scoring = Scoring(how.temperature, how.suppressed_ids)
     found = []
-    for computed in (pack, pack.without_routes()):
+    for computed in (pack, pack.without_routed_experts()):
         (scores,) = compute_logprobs(run.wrapped, [computed], run.features(), scoring)
         difference = (scores.logprobs - pack.columns.rollout_logprobs).abs()
         difference[list(unsampled)] = 0.0

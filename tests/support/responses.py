@@ -21,15 +21,19 @@ def make_response(
 
 
 def routed(response: Response, tokens: Sequence[int], first: int = 0) -> Response:
-    """Return a response with routes [R, 2, 2] of the tokens from `first` on; they tell tokens and
-    places apart. tokens: Those of the prompt and the response.
+    """Return a response with routed experts [R, 2, 2] of the tokens from `first` on; they tell
+    tokens and places apart. tokens: Those of the prompt and the response.
     """
     rows = [[[token % 250, place], [place, 5]] for place, token in enumerate(tokens)][first:-1]
-    return replace(response, routes=np.array(rows, np.uint8).reshape(-1, 2, 2))
+    return replace(response, routed_experts=np.array(rows, np.uint8).reshape(-1, 2, 2))
 
 
 def plain(response: Response) -> tuple[Any, ...]:
     """Return all values of a response, to be compared."""
     ids, logprobs = response.token_ids.tolist(), response.logprobs.tolist()
-    routes = () if response.routes is None else (response.routes.tolist(), response.routes.dtype)
-    return ids, logprobs, response.finish, response.weight_version, response.spans, *routes
+    routed_experts = (
+        ()
+        if response.routed_experts is None
+        else (response.routed_experts.tolist(), response.routed_experts.dtype)
+    )
+    return ids, logprobs, response.finish, response.weight_version, response.spans, *routed_experts

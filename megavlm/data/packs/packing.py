@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from megavlm.data.packs.context_parallel import SegmentRun, run_tokens, split_segments
 from megavlm.data.packs.positions import text_positions
-from megavlm.data.packs.routes import Routes
+from megavlm.data.packs.routed_experts import RoutedExperts
 from megavlm.data.packs.target_tokens import TargetColumns
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Segment:
     is_target: bool  # whether it is trained on, as a response is
     columns: TargetColumns | None = None  # [S], for responses that a policy sampled
     images: tuple[str, ...] = ()  # keys of the images that its tokens stand for, in order
-    routes: Tensor | None = None  # [R, layers, top-k], of its first R tokens; see routes.py
+    routed_experts: Tensor | None = None  # [R, layers, top-k], of its first R tokens; see routes.py
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +157,7 @@ class Pack:
     images: tuple[str, ...]  # keys of the images whose features are the M rows, in order
 
     context_size: int = 1
-    routes: Routes | None = None  # [t]; None if the routers choose for all tokens
+    routed_experts: RoutedExperts | None = None  # [t]; None if the routers choose for all tokens
 
     @property
     def num_tokens(self) -> int:
@@ -203,12 +203,14 @@ class Pack:
             vision_index=vision_index,
             vision_runs=_runs(vision_index),
             feature_index=feature_index,
-            routes=None if self.routes is None else self.routes.select(token_index),
+            routed_experts=None
+            if self.routed_experts is None
+            else self.routed_experts.select(token_index),
         )
 
-    def without_routes(self) -> "Pack":
+    def without_routed_experts(self) -> "Pack":
         """Return the pack for a model whose routers choose the experts."""
-        return replace(self, routes=None)
+        return replace(self, routed_experts=None)
 
     def to(self, device: torch.device | str) -> "Pack":
         """Return the pack with its tensors on `device`. Split a pack before it is moved."""
@@ -216,8 +218,8 @@ class Pack:
             name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)
         }
         columns = None if self.columns is None else self.columns.to(device)
-        routes = None if self.routes is None else self.routes.to(device)
-        return replace(self, columns=columns, routes=routes, **moved)
+        routed_experts = None if self.routed_experts is None else self.routed_experts.to(device)
+        return replace(self, columns=columns, routed_experts=routed_experts, **moved)
 
 
 def prompt_tree(
@@ -345,9 +347,9 @@ def trees_to_arrays(
         "num_images": torch.tensor([len(s.images) for s in segments], dtype=torch.int32),
         "images": torch.tensor([numbers[key] for s in segments for key in s.images]).int(),
     }
-    known = [segment.routes for segment in segments if segment.routes is not None]
+    known = [segment.routed_experts for segment in segments if segment.routed_experts is not None]
     if known:
-        counts = [0 if s.routes is None else len(s.routes) for s in segments]
+        counts = [0 if s.routed_experts is None else len(s.routed_experts) for s in segments]
         arrays["num_routes"] = torch.tensor(counts, dtype=torch.int32)
         arrays["routes"] = torch.cat(known)
     parts = [segment.columns for segment in targets if segment.columns is not None]
@@ -425,14 +427,18 @@ class _Forest:
             if name.startswith((_COLUMN, _SEGMENT_COLUMN))
         }
         self._columns = TargetColumns(**columns) if columns else None
-        self._routes = None
+        self._routed_experts = None
         if "routes" in arrays:
-            counts, routes = arrays["num_routes"].long(), arrays["routes"]
+            counts, routed_experts = arrays["num_routes"].long(), arrays["routes"]
             ahead = starts - (counts.cumsum(0) - counts)
-            index = torch.arange(len(routes)) + ahead.repeat_interleave(counts)  # their tokens
-            experts = routes.new_zeros(len(self._target), *routes.shape[1:])
+            index = torch.arange(len(routed_experts)) + ahead.repeat_interleave(
+                counts
+            )  # their tokens
+            experts = routed_experts.new_zeros(len(self._target), *routed_experts.shape[1:])
             is_known = torch.zeros_like(self._target).index_fill_(0, index, True)
-            self._routes = Routes(experts.index_copy_(0, index, routes), is_known)
+            self._routed_experts = RoutedExperts(
+                experts.index_copy_(0, index, routed_experts), is_known
+            )
 
     def pack(self, first: int, end: int, multiple: int) -> Pack:
         """Return the pack of trees `first` to `end` - 1, padded to a multiple of tokens."""
@@ -464,9 +470,13 @@ class _Forest:
         if columns is not None:
             columns = columns.select(_between(self._targets_before, segments))
             num_sequences = int(columns.sequence_ids.max()) + 1 if len(target_ids) else 1
-        routes = None if self._routes is None else self._routes.select(tokens)
-        if routes is not None:
-            routes = routes.padded(padding) if routes.is_known.any() else None
+        routed_experts = (
+            None if self._routed_experts is None else self._routed_experts.select(tokens)
+        )
+        if routed_experts is not None:
+            routed_experts = (
+                routed_experts.padded(padding) if routed_experts.is_known.any() else None
+            )
         return Pack(
             token_ids=token_ids,
             positions=torch.cat([self._positions[:, tokens], text_positions(padding, 0)], 1),
@@ -487,7 +497,7 @@ class _Forest:
             vision_runs=_runs(vision_index),
             feature_index=torch.arange(len(vision_index)),
             images=tuple(self._images[_between(self._images_before, segments)]),
-            routes=routes,
+            routed_experts=routed_experts,
         )
 
 

@@ -26,14 +26,14 @@ class Requirements:
 
     fresh_images: True if training changes the vision tower. The server must then cache no image
     features, because SGLang does not drop them when weights change. sync: Transport of the weights
-    that are pushed to it; None if none are. routes: True if it must return the experts of tokens.
-    expert_adapters: True if it gets adapters on experts. Only megavlm's plugin then finds the
-    experts' own weights (megavlm_adapters.py); SGLang's scheduler would end with a KeyError.
+    that are pushed to it; None if none are. routed_experts: True if it must return the experts of
+    tokens. expert_adapters: True if it gets adapters on experts. Only megavlm's plugin then finds
+    the experts' own weights (megavlm_adapters.py); SGLang's scheduler would end with a KeyError.
     """
 
     fresh_images: bool = False
     sync: str | None = None
-    routes: bool = False
+    routed_experts: bool = False
     expert_adapters: bool = False
 
     def read(self, info: Mapping[str, Any]) -> tuple[int, str, bool]:
@@ -47,7 +47,7 @@ class Requirements:
                 f"tower that makes them: start it with {IMAGE_CACHE}=0 and "
                 f"{EXPOSE_ENVIRONMENT}=1 in its environment"
             )
-        if self.routes and info.get("enable_return_routed_experts") is not True:
+        if self.routed_experts and info.get("enable_return_routed_experts") is not True:
             raise ValueError(
                 "does not return the routed experts that algorithm.routing_replay=true "
                 "replays: start it with --enable-return-routed-experts, or set routing_replay=false"

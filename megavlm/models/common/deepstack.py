@@ -15,20 +15,22 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megavlm.models.common.pack_layout import PackLayout
-from megavlm.models.common.routing_replay import ReplayedRoutes
+from megavlm.models.common.routing_replay import ReplayedExperts
 
 
 class DeepStackLayer(TransformerLayer):
     """Transformer layer that adds its DeepStack level to the hidden states, if it has one and the
-    pack has images. A layer with experts replays the pack's routes.
+    pack has images. A layer with experts replays the pack's routed experts.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         levels, layout = kwargs.pop("context"), kwargs["packed_seq_params"]
         layer = self.layer_number - 1
         if self.is_moe_layer:
-            routes = layout.routes
-            self.mlp.replayed = None if routes is None else ReplayedRoutes.of(routes, layer)
+            routed_experts = layout.routed_experts
+            self.mlp.replayed = (
+                None if routed_experts is None else ReplayedExperts.of(routed_experts, layer)
+            )
         hidden, _ = super().forward(*args, **kwargs)
         if levels is not None and layer < self.config.deepstack_levels:
             hidden = hidden.index_add(0, layout.vision_rows, layout.level(levels, layer))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megavlm.data.media.image_processing import Grid, ProcessedImage
 from megavlm.data.packs.packing import Pack
-from megavlm.data.packs.routes import Routes
+from megavlm.data.packs.routed_experts import RoutedExperts
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.deepstack import StageLayout, join_levels, split_levels
 from megavlm.models.common.language import LanguageModel
@@ -119,7 +119,7 @@ class VisionLanguageModel(MegatronModule):
         rows, kept = self._slice(pack)
         first = self.language_model.first_layer
         layout = StageLayout.of(
-            pack, vision_rows=rows, first_level=first, routes=self._routes(pack)
+            pack, vision_rows=rows, first_level=first, routed_experts=self._routed_experts(pack)
         )
         if self.pre_process:
             hidden, levels = self._embed(pack, features, kept)
@@ -169,13 +169,13 @@ class VisionLanguageModel(MegatronModule):
         kept = slice(pack.vision_before(start), pack.vision_before(start + size))
         return pack.vision_index[kept] - start, kept
 
-    def _routes(self, pack: Pack) -> Routes | None:
-        """Return the routes of this rank's hidden states."""
-        if pack.routes is None or self._num_slices == 1:
-            return pack.routes
+    def _routed_experts(self, pack: Pack) -> RoutedExperts | None:
+        """Return the routed experts of this rank's hidden states."""
+        if pack.routed_experts is None or self._num_slices == 1:
+            return pack.routed_experts
         size = len(pack.token_ids) // self._num_slices
         start = size * self._tensor_group.rank()
-        return pack.routes.select(slice(start, start + size))
+        return pack.routed_experts.select(slice(start, start + size))
 
     def _at_targets(self, hidden: Tensor, pack: Pack) -> Tensor:
         """Return the final hidden states [N, H] that predict the pack's targets, on every tensor

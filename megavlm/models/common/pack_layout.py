@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megavlm.data.packs.context_parallel import SegmentRun
 from megavlm.data.packs.packing import Pack
-from megavlm.data.packs.routes import Routes
+from megavlm.data.packs.routed_experts import RoutedExperts
 from megavlm.models.common.rotary import RotaryTables
 
 PADDING = 1.25  # limit of (query, key) pairs in a padded batch, relative to its sequences' pairs
@@ -94,7 +94,7 @@ class PackLayout(PackedSeqParams):
     tree_bounds: tuple[int, ...]
     block_mask: Any = None  # for flex, created on first use
     tree_scan: Any = None  # for linear attention, created on first use
-    routes: Routes | None = None  # of this rank's hidden states
+    routed_experts: RoutedExperts | None = None  # of this rank's hidden states
     rotary: RotaryTables | None = None  # of this rank's tokens; None if layers take angles
 
     @classmethod

@@ -3,7 +3,7 @@
 gradients reach the routers.
 
 megatron-core's RouterReplay is a list of all routers of a process, and of indices in the order of
-their backward passes. Here each layer gets the routes with the pack that it computes.
+their backward passes. Here each layer gets the routed experts with the pack that it computes.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,20 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from megavlm.data.packs.routes import Routes
+from megavlm.data.packs.routed_experts import RoutedExperts
 from megavlm.models.common import expert_sums
 
 
-class ReplayedRoutes(NamedTuple):
-    """Routes of t tokens in one layer, in the form of a router's `router_replay`."""
+class ReplayedExperts(NamedTuple):
+    """Routed experts of t tokens in one layer, in the form of a router's `router_replay`."""
 
     experts: Tensor  # [t, top-k]
     is_known: Tensor  # [t, 1]
 
     @classmethod
-    def of(cls, routes: Routes, layer: int) -> Self:
-        """Return the routes of a layer, by its index in the whole model."""
-        return cls(routes.experts[:, layer], routes.is_known[:, None])
+    def of(cls, routed_experts: RoutedExperts, layer: int) -> Self:
+        """Return the routed experts of a layer, by its index in the whole model."""
+        return cls(routed_experts.experts[:, layer], routed_experts.is_known[:, None])
 
     def get_replay_topk(
         self,
@@ -40,7 +40,7 @@ class ReplayedRoutes(NamedTuple):
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return the scores of the replayed experts and their indices, both [t, top-k]. Tokens
-        without routes get the experts that `choose` returns.
+        without routed experts get the experts that `choose` returns.
         """
         _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         experts = torch.where(self.is_known, self.experts.long(), own)
@@ -48,17 +48,17 @@ class ReplayedRoutes(NamedTuple):
 
 
 class ReplayingMoELayer(MoELayer):
-    """Layer of experts whose router replays routes.
+    """Layer of experts whose router replays routed experts.
 
-    replayed: Routes of the pack that is computed next; None if the router chooses.
+    replayed: Routed experts of the pack that is computed next; None if the router chooses.
     """
 
-    replayed: ReplayedRoutes | None = None
+    replayed: ReplayedExperts | None = None
     moe_layer_recompute: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Recomputed here, where the backward pass finds the routes of its own pack again.
+        # Recomputed here, where the backward pass finds the routed experts of its own pack again.
         self._recomputes = self.moe_layer_recompute
         self.moe_layer_recompute = False
 

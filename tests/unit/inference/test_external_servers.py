@@ -32,7 +32,7 @@ def test_external_servers_must_answer_in_time() -> None:
         pool.__enter__()
 
 
-ROUTES = Requirements(routes=True)
+ROUTES = Requirements(routed_experts=True)
 FRESH = Requirements(fresh_images=True)
 ONE_MACHINE = Requirements(sync="tensor")
 EXPERTS = Requirements(expert_adapters=True)

@@ -1,5 +1,5 @@
-"""Routes of a response in one byte an expert, where SGLang has four: it is a quarter of the bytes
-that cross the server's processes and the network, and of the time to read them.
+"""Routed experts of a response in one byte an expert, where SGLang has four: it is a quarter of the
+bytes that cross the server's processes and the network, and of the time to read them.
 
 SGLang loads this module as a plugin (megavlm_plugins.dist-info).
 """
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 
-def narrow(routes: Tensor) -> Tensor:
-    """Return routes as bytes: the size of a number, then the numbers. SGLang's own are a multiple
-    of four bytes, and these are not.
+def narrow(routed_experts: Tensor) -> Tensor:
+    """Return routed experts as bytes: the size of a number, then the numbers. SGLang's own are a
+    multiple of four bytes, and these are not.
     """
-    is_small = not routes.numel() or int(routes.max()) < 256
-    numbers = routes.to(torch.uint8 if is_small else torch.int16).flatten()
+    is_small = not routed_experts.numel() or int(routed_experts.max()) < 256
+    numbers = routed_experts.to(torch.uint8 if is_small else torch.int16).flatten()
     size = torch.tensor([numbers.itemsize], dtype=torch.uint8)
     return torch.cat([size, numbers.view(torch.uint8)])
 
 
 def install() -> None:
-    """Make SGLang's schedulers narrow the routes of finished requests."""
+    """Make SGLang's schedulers narrow the routed experts of finished requests."""
     from sglang.srt.managers.scheduler_components import batch_result_processor
 
     processor = batch_result_processor.SchedulerBatchResultProcessor
