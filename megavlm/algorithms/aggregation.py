@@ -10,7 +10,7 @@ is a plain sum, whatever packs and ranks hold the tokens.
 from collections.abc import Sequence
 
 
-def loss_units(lengths: Sequence[int], counted: Sequence[bool], aggregation: str) -> int:
+def loss_denominator(lengths: Sequence[int], counted: Sequence[bool], aggregation: str) -> int:
     """Return the number of tokens, or of sequences, over which the loss of these sequences is
     averaged. The arguments are as in `token_weights`.
     """
@@ -24,21 +24,22 @@ def token_weights(
     counted: Sequence[bool],
     aggregation: str,
     max_length: int,
-    units: float | None = None,
+    denominator: float | None = None,
 ) -> list[float]:
     """Return the weight of each token of a sequence, for every sequence of an update.
 
     lengths: number of tokens of each sequence, > 0. counted: False for sequences that are not
     trained on; they get weight 0, and no denominator counts them. max_length: longest possible
-    sequence. units: `loss_units` of the whole update; None if these are all of its sequences.
+    sequence. denominator: `loss_denominator` of the whole update; None if these are all of its
+    sequences.
     """
-    if units is None:
-        units = max(loss_units(lengths, counted, aggregation), 1)
+    if denominator is None:
+        denominator = max(loss_denominator(lengths, counted, aggregation), 1)
     weights = {
-        "token_mean": lambda length: 1.0 / units,
-        "sequence_mean": lambda length: 1.0 / (units * length),
-        "sequence_sum": lambda length: 1.0 / units,
-        "constant": lambda length: 1.0 / (units * max_length),
+        "token_mean": lambda length: 1.0 / denominator,
+        "sequence_mean": lambda length: 1.0 / (denominator * length),
+        "sequence_sum": lambda length: 1.0 / denominator,
+        "constant": lambda length: 1.0 / (denominator * max_length),
     }
     weight = weights[aggregation]
     return [

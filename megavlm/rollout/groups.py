@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.algorithms.aggregation import loss_units, token_weights
+from megavlm.algorithms.aggregation import loss_denominator, token_weights
 from megavlm.algorithms.dapo import overlong_penalty
 from megavlm.algorithms.grpo import differs
 from megavlm.config.algorithm import PolicyOptimization
@@ -39,23 +39,23 @@ def policy_trees(
     max_new_tokens: int,
     max_turns: int = 1,
     version: int = 0,
-    units: float | None = None,
+    denominator: float | None = None,
     has_teacher: bool = False,
 ) -> list[Tree]:
     """Return the trees of one update: one tree per group, with the prompt once and all responses
     with their columns.
 
     max_new_tokens: Token limit of one turn. max_turns: Maximum turns of an episode. version:
-    Version of the current weights. units: Denominator of the loss, if the update has more
-    groups; see `units_of`. has_teacher: If true, the columns have a teacher's log-probs. A skipped
-    episode has zero loss weights, and does not affect the advantages of others.
+    Version of the current weights. denominator: Denominator of the loss, if the update has more
+    groups; see `denominator_of`. has_teacher: If true, the columns have a teacher's log-probs. A
+    skipped episode has zero loss weights, and does not affect the advantages of others.
     """
     if not groups:  # a streamed batch may have none of a minibatch
         return []
     episodes = [episode for group in groups for episode in group.episodes]
     lengths, counted = _counted(groups, settings)
     longest = max_new_tokens * max_turns
-    weights = token_weights(lengths, counted, settings.loss_aggregation, longest, units)
+    weights = token_weights(lengths, counted, settings.loss_aggregation, longest, denominator)
     group_ids = [number for number, group in enumerate(groups) for _ in group.episodes]
     # Tokens of an episode, and of a turn, share one value in memory.
     shared = {
@@ -98,9 +98,9 @@ def _teacher_logprobs(response: Response) -> Tensor:
     return torch.from_numpy(response.teacher_logprobs)
 
 
-def units_of(groups: Sequence[Group], settings: PolicyOptimization) -> int:
+def denominator_of(groups: Sequence[Group], settings: PolicyOptimization) -> int:
     """Return the tokens or sequences of groups over which an update averages its loss."""
-    return loss_units(*_counted(groups, settings), settings.loss_aggregation)
+    return loss_denominator(*_counted(groups, settings), settings.loss_aggregation)
 
 
 def _counted(groups: Sequence[Group], settings: PolicyOptimization) -> tuple[list[int], list[bool]]:

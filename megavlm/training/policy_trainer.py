@@ -132,7 +132,7 @@ class PolicyTrainer(BaseTrainer):
                 max_new_tokens=self.sampling_params.max_new_tokens,
                 max_turns=config.environment.max_turns,
                 version=self.train_state.step,
-                units=groups.units,
+                denominator=groups.denominator,
                 has_teacher=bool(config.distillation.urls),
             )
             for minibatch in groups.add(streamed)

@@ -10,7 +10,7 @@ from megavlm.algorithms.registry import load_advantage_estimator
 from megavlm.config.algorithm import GRPO, PolicyOptimization
 from megavlm.config.schema import Config
 from megavlm.rollout.buffer import StreamBatch
-from megavlm.rollout.groups import units_of
+from megavlm.rollout.groups import denominator_of
 from megavlm.rollout.trajectory import Group
 from megavlm.training.forward_backward import Measures
 from megavlm.training.step.rank_batch import RankBatch
@@ -77,7 +77,7 @@ class StepGroups:
         self._by_place: dict[int, Group] = {}
         self._left_out: Sequence[Group] = ()
         self.num_stream_batches = 0
-        self.units: float | None = None  # assumed denominator; None if the step is one batch
+        self.denominator: float | None = None  # assumed denominator; None if the step is one batch
 
     def add(self, streamed: StreamBatch[Group]) -> list[list[Group]]:
         """Add a streamed batch. Returns its groups by minibatch; a minibatch may have none of
@@ -90,8 +90,8 @@ class StepGroups:
         if streamed.is_last:
             self.loss_scales = [*map(self._scale, self._split(self._by_place))]
         elif self.num_stream_batches == 1:
-            of_group = units_of(streamed.groups, self._settings) / len(streamed.groups)
-            self.units = max(of_group * self._size, 1.0)
+            of_group = denominator_of(streamed.groups, self._settings) / len(streamed.groups)
+            self.denominator = max(of_group * self._size, 1.0)
         return self._split(by_place)
 
     @property
@@ -111,8 +111,8 @@ class StepGroups:
         return minibatches
 
     def _scale(self, minibatch: Sequence[Group]) -> float:
-        known = max(units_of(minibatch, self._settings), 1)
-        return 1.0 if self.units is None else self.units / known
+        known = max(denominator_of(minibatch, self._settings), 1)
+        return 1.0 if self.denominator is None else self.denominator / known
 
 
 class ArrivedBatches:
