@@ -20,7 +20,7 @@ from megavlm.models.common.lora_linear import (
     LoRAPart,
     stable_seed,
 )
-from megavlm.models.common.lora_targets import Site, choose, linear_names, sites
+from megavlm.models.common.lora_targets import LoRATarget, adapted_layers, choose, linear_names
 from megavlm.models.common.model import VisionLanguageModel
 
 
@@ -38,13 +38,13 @@ def add_adapters(model: VisionLanguageModel, settings: LoRA, *, seed: int = 0) -
     tower = model.visual
     names = linear_names(model.config, tower)
     chosen = choose(settings.targets, names, has_tower=tower is not None)
-    found = list(sites(model, chosen))
+    found = list(adapted_layers(model, chosen))
     model.requires_grad_(False)
     if model.value_head is not None:
         model.value_head.requires_grad_(True)  # it starts at zero and must be trained
-    for site in found:
-        setattr(site.owner, site.attribute, _adapted(site, settings, seed))
-    if any(site.placement.is_expert for site in found):
+    for target in found:
+        setattr(target.owner, target.attribute, _adapted(target, settings, seed))
+    if any(target.placement.is_expert for target in found):
         _add_expert_stream(seed, model.language_model.pg_collection.ep.rank())
 
 
@@ -74,19 +74,19 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
             layer.enabled = True
 
 
-def _adapted(site: Site, settings: LoRA, seed: int) -> LoRALinear:
+def _adapted(target: LoRATarget, settings: LoRA, seed: int) -> LoRALinear:
     scale = settings.alpha / settings.rank
-    base = getattr(site.owner, site.attribute)
+    base = getattr(target.owner, target.attribute)
     options: dict[str, Any] = {
-        "name": site.name,
-        "parts": [LoRAPart(name, rows, settings.rank, scale) for name, rows in site.parts],
-        "placement": site.placement,
+        "name": target.name,
+        "parts": [LoRAPart(name, rows, settings.rank, scale) for name, rows in target.parts],
+        "placement": target.placement,
         "dropout": settings.dropout,
         "seed": seed,
     }
-    if site.experts is not None:
-        return GroupedLoRALinear(base, ranks=site.experts, **options)
-    return LoRALinear(base, num_blocks=site.num_blocks, order=site.order, **options)
+    if target.experts is not None:
+        return GroupedLoRALinear(base, ranks=target.experts, **options)
+    return LoRALinear(base, num_blocks=target.num_blocks, order=target.order, **options)
 
 
 def _add_expert_stream(seed: int, expert_rank: int) -> None:

@@ -32,7 +32,7 @@ Parts = tuple[tuple[str, int], ...]  # HF projection and its number of rows, of 
 
 
 @dataclass(frozen=True)
-class Site:
+class LoRATarget:
     """Linear layer of this rank: `attribute` of the module `owner`.
 
     parts: In the order of the mapping table's entry.
@@ -93,32 +93,32 @@ def linear_names(config: TransformerConfig, tower: Tower | None) -> dict[str, st
     return {name: part for name in names if (part := lora_component(name))}
 
 
-def sites(model: VisionLanguageModel, chosen: set[str]) -> Iterator[Site]:
+def adapted_layers(model: VisionLanguageModel, chosen: set[str]) -> Iterator[LoRATarget]:
     """Yield this rank's chosen linear layers."""
     groups = model.language_model.pg_collection
     for layer in model.language_model.decoder.layers:
         name = f"{LANGUAGE}decoder.layers.{layer.layer_number - 1}"
         is_linear = isinstance(layer.self_attention, GatedDeltaNet)
-        find = _linear_attention_sites if is_linear else _attention_sites
+        find = _linear_attention_targets if is_linear else _attention_targets
         found = [*find(layer.self_attention, f"{name}.self_attention")]
         mlp, mlp_name = layer.mlp, f"{name}.mlp"
         if isinstance(layer.mlp, MoELayer):
             experts = f"{name}.mlp.experts"
-            for site in _expert_sites(layer.mlp.experts, experts, groups):
-                if f"{experts}.{site.attribute}" in chosen:
-                    yield site
+            for target in _expert_targets(layer.mlp.experts, experts, groups):
+                if f"{experts}.{target.attribute}" in chosen:
+                    yield target
             mlp, mlp_name = layer.mlp.shared_experts, f"{name}.mlp.shared_experts"
         if mlp is not None:
             placement = {"group": mlp.tp_group, "sequence": layer.config.sequence_parallel}
-            found += _mlp_sites(mlp, mlp_name, **placement)
-        yield from (site for site in found if site.name in chosen)
+            found += _mlp_targets(mlp, mlp_name, **placement)
+        yield from (target for target in found if target.name in chosen)
     if model.visual is not None:
-        for site in _tower_sites(model.visual, groups.tp):
-            if site.name in chosen:
-                yield site
+        for target in _tower_targets(model.visual, groups.tp):
+            if target.name in chosen:
+                yield target
 
 
-def _attention_sites(attention: Any, name: str) -> Iterator[Site]:
+def _attention_targets(attention: Any, name: str) -> Iterator[LoRATarget]:
     config, group = attention.config, attention.pg_collection.tp
     head = attention.hidden_size_per_attention_head
     heads, groups = config.num_attention_heads, config.num_query_groups
@@ -132,7 +132,7 @@ def _attention_sites(attention: Any, name: str) -> Iterator[Site]:
     if not fused:
         heads, groups = heads // group.size(), groups // group.size()
     qkv = (("q_proj", heads * head), ("k_proj", groups * head), ("v_proj", groups * head))
-    yield Site(
+    yield LoRATarget(
         f"{name}.linear_qkv",
         attention,
         "linear_qkv",
@@ -141,7 +141,7 @@ def _attention_sites(attention: Any, name: str) -> Iterator[Site]:
         num_blocks=groups,
         order=order,
     )
-    yield Site(
+    yield LoRATarget(
         f"{name}.linear_proj",
         attention,
         "linear_proj",
@@ -150,13 +150,13 @@ def _attention_sites(attention: Any, name: str) -> Iterator[Site]:
     )
 
 
-def _linear_attention_sites(layer: GatedDeltaNet, name: str) -> Iterator[Site]:
+def _linear_attention_targets(layer: GatedDeltaNet, name: str) -> Iterator[LoRATarget]:
     group, groups = layer.pg_collection.tp, layer.num_key_heads
     q, k, v, *others = (groups * rows for rows in layer.group_rows)
     rows = (q + k + v, *others)
     order = group_rows(groups, (q, k, v), torch.arange(sum(rows)).split(rows))
     names = [f"in_proj_{part}" for part in ("qkv", "z", "b", "a")]
-    yield Site(
+    yield LoRATarget(
         f"{name}.in_proj",
         layer,
         "in_proj",
@@ -164,7 +164,7 @@ def _linear_attention_sites(layer: GatedDeltaNet, name: str) -> Iterator[Site]:
         Placement("fused", group, layer.config.sequence_parallel),
         order=order,
     )
-    yield Site(
+    yield LoRATarget(
         f"{name}.out_proj",
         layer,
         "out_proj",
@@ -173,10 +173,12 @@ def _linear_attention_sites(layer: GatedDeltaNet, name: str) -> Iterator[Site]:
     )
 
 
-def _mlp_sites(mlp: Any, name: str, **placement: Any) -> Iterator[Site]:
+def _mlp_targets(mlp: Any, name: str, **placement: Any) -> Iterator[LoRATarget]:
     first, second = _gated_parts(mlp.config, mlp.linear_fc1.weight)
-    yield Site(f"{name}.linear_fc1", mlp, "linear_fc1", first, Placement("rows", **placement))
-    yield Site(f"{name}.linear_fc2", mlp, "linear_fc2", second, Placement("columns", **placement))
+    yield LoRATarget(f"{name}.linear_fc1", mlp, "linear_fc1", first, Placement("rows", **placement))
+    yield LoRATarget(
+        f"{name}.linear_fc2", mlp, "linear_fc2", second, Placement("columns", **placement)
+    )
 
 
 def _gated_parts(config: TransformerConfig, fc1_weight: Tensor) -> tuple[Parts, Parts]:
@@ -186,12 +188,14 @@ def _gated_parts(config: TransformerConfig, fc1_weight: Tensor) -> tuple[Parts, 
     return (("gate_proj", rows), ("up_proj", rows)), (("down_proj", config.hidden_size),)
 
 
-def _expert_sites(experts: Any, name: str, groups: ProcessGroupCollection) -> Iterator[Site]:
+def _expert_targets(
+    experts: Any, name: str, groups: ProcessGroupCollection
+) -> Iterator[LoRATarget]:
     placement: dict[str, Any] = {"group": experts.tp_group, "is_expert": True}
     if isinstance(experts, SequentialMLP):
         start = experts.ep_group.rank() * experts.num_local_experts
         for number, expert in enumerate(experts.local_experts, start):
-            yield from _mlp_sites(expert, f"{name}.{number}", **placement)
+            yield from _mlp_targets(expert, f"{name}.{number}", **placement)
         return
     ranks = ExpertRanks(groups.ep, groups.expt_dp)
     first, second = _gated_parts(experts.config, experts.linear_fc1.weight0)
@@ -199,7 +203,7 @@ def _expert_sites(experts: Any, name: str, groups: ProcessGroupCollection) -> It
         ("linear_fc1", first, Placement("rows", **placement)),
         ("linear_fc2", second, Placement("columns", **placement)),
     ):
-        yield Site(f"{name}.{linear}", experts, linear, parts, where, experts=ranks)
+        yield LoRATarget(f"{name}.{linear}", experts, linear, parts, where, experts=ranks)
 
 
 def _tower_linears(tower: Tower) -> list[str]:
@@ -209,9 +213,9 @@ def _tower_linears(tower: Tower) -> list[str]:
     return [name for name, module in tower.named_modules() if isinstance(module, nn.Linear)]
 
 
-def _tower_sites(tower: Tower, group: dist.ProcessGroup) -> Iterator[Site]:
+def _tower_targets(tower: Tower, group: dist.ProcessGroup) -> Iterator[LoRATarget]:
     for name in _tower_linears(tower):
         path, _, leaf = name.rpartition(".")
         owner: Any = tower.get_submodule(path)
         part = (leaf, getattr(owner, leaf).out_features)
-        yield Site(f"{VISION}{name}", owner, leaf, (part,), Placement(None, group))
+        yield LoRATarget(f"{VISION}{name}", owner, leaf, (part,), Placement(None, group))
