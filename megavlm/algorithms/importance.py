@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megavlm.algorithms.policy_loss import LOG_RATIO_LIMIT
-from megavlm.algorithms.segments import Reduce, alone, segment_mean, segment_sum
+from megavlm.algorithms.segments import Reduce, identity, segment_mean, segment_sum
 
 
 def token_ratios(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def sequence_ratios(
     rollout_logprobs: Tensor,
     ids: Tensor,
     num: int,
-    reduce: Reduce = alone,
+    reduce: Reduce = identity,
 ) -> Tensor:
     """Return for each token [N] the ratio of its whole sequence: the product of the ratios of the
     sequence's tokens.
@@ -53,7 +53,7 @@ def rejected(
     *,
     below: float | None,
     above: float | None,
-    reduce: Reduce = alone,
+    reduce: Reduce = identity,
 ) -> Tensor:
     """Return [N] bool, True for tokens of sequences whose ratio per token (the geometric mean) is
     outside of below..above. None means that there is no such bound.

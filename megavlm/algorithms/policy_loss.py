@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megavlm.algorithms.segments import Reduce, alone
+from megavlm.algorithms.segments import Reduce, identity
 from megavlm.config.algorithm import PolicyOptimization
 
 # exp(20) is 5e8: a larger ratio carries no more information, and exp(89) would overflow
@@ -46,7 +46,7 @@ class PolicyInputs:
     num_sequences: int
     """Upper bound on the number of sequences."""
 
-    reduce: Reduce = alone
+    reduce: Reduce = identity
     """Sums a tensor over the context-parallel ranks, which hold other tokens of the same
     sequences. Collective."""
 

@@ -13,17 +13,17 @@ from torch import Tensor
 Reduce = Callable[[Tensor], Tensor]
 
 
-def alone(tensor: Tensor) -> Tensor:
+def identity(tensor: Tensor) -> Tensor:
     """Return the tensor (any shape) unchanged: `reduce` for a rank with whole sequences."""
     return tensor
 
 
-def segment_sum(values: Tensor, ids: Tensor, num: int, reduce: Reduce = alone) -> Tensor:
+def segment_sum(values: Tensor, ids: Tensor, num: int, reduce: Reduce = identity) -> Tensor:
     """Return the sum [S] of `values` [N] over each sequence, S = `num`."""
     return reduce(values.new_zeros(num).index_add(0, ids, values))
 
 
-def segment_mean(values: Tensor, ids: Tensor, num: int, reduce: Reduce = alone) -> Tensor:
+def segment_mean(values: Tensor, ids: Tensor, num: int, reduce: Reduce = identity) -> Tensor:
     """Return the mean [S] over each sequence; 0 for a sequence without tokens."""
     both = torch.stack([values, torch.ones_like(values)])
     sums, counts = reduce(values.new_zeros(2, num).index_add(1, ids, both))

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from megavlm.algorithms.segments import Reduce, alone
+from megavlm.algorithms.segments import Reduce, identity
 
 _EPSILON = 1e-8
 
 
-def whiten(values: Tensor, counted: Tensor, reduce: Reduce = alone) -> Tensor:
+def whiten(values: Tensor, counted: Tensor, reduce: Reduce = identity) -> Tensor:
     """Compute (v - mean) / sqrt(variance + 1e-8) over the counted tokens of all ranks: REINFORCE++
     (arXiv 2501.03262), and common in PPO. Collective.
 

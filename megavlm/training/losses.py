@@ -10,7 +10,7 @@ from megavlm.algorithms.dpo import dpo
 from megavlm.algorithms.kl import estimator
 from megavlm.algorithms.policy_loss import PolicyInputs
 from megavlm.algorithms.registry import load_policy_loss
-from megavlm.algorithms.segments import Reduce, alone, segment_sum
+from megavlm.algorithms.segments import Reduce, identity, segment_sum
 from megavlm.algorithms.value_loss import value_loss
 from megavlm.config.algorithm import DPO, PPO, PolicyOptimization
 from megavlm.config.distillation import Distillation
@@ -47,7 +47,7 @@ class Update:
     is_first: bool = True
     has_moved: bool = True
     is_reference: bool = False
-    reduce: Reduce = alone
+    reduce: Reduce = identity
     distillation: Distillation = NO_TEACHER
 
 
@@ -150,7 +150,7 @@ def supervised_loss(num_targets: int) -> LossFunction:
     return loss_function
 
 
-def preference_loss(settings: DPO, reduce: Reduce = alone) -> LossFunction:
+def preference_loss(settings: DPO, reduce: Reduce = identity) -> LossFunction:
     """Return the loss function of pairs of responses: the mean over the batch's pairs.
 
     The columns need `is_chosen`, and `reference_logprobs` unless there is no reference. A sequence

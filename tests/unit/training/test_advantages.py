@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megavlm.algorithms.registry import ADVANTAGE_ESTIMATORS, load_advantage_estimator
-from megavlm.algorithms.segments import alone
+from megavlm.algorithms.segments import identity
 from megavlm.config.algorithm import GRPO, PPO
 from megavlm.data.packs.packing import Pack, Segment, Tree, make_pack
 from megavlm.data.packs.positions import text_positions
@@ -90,7 +90,9 @@ def whole(
     made = trees(columns() | changed)
     if isinstance(settings, PPO):
         of_rank = packs(made)
-        add_value_advantages(of_rank, settings, kl_coefficient=kl_coefficient, over_context=alone)
+        add_value_advantages(
+            of_rank, settings, kl_coefficient=kl_coefficient, over_context=identity
+        )
         return joined(of_rank)
     (made,) = with_advantages([made], settings)
     of_rank = (
@@ -99,9 +101,11 @@ def whole(
         else packs(made)
     )
     if kl_coefficient and settings.kl_in == "reward":
-        add_kl_advantages([of_rank], [12], settings, kl_coefficient=kl_coefficient, over_all=alone)
+        add_kl_advantages(
+            [of_rank], [12], settings, kl_coefficient=kl_coefficient, over_all=identity
+        )
     if whitens and load_advantage_estimator(settings).whiten:
-        whiten_advantages(of_rank, over_all=alone)
+        whiten_advantages(of_rank, over_all=identity)
     return joined(of_rank)
 
 
@@ -139,8 +143,8 @@ def test_whitening_spans_minibatches_of_which_the_first_has_no_old_logprobs() ->
     first = {name: column for name, column in columns().items() if name != "old_logprobs"}
     other = columns() | {"rewards": columns()["rewards"] + 1}
     made = [pack for values in (first, other) for pack in packs(trees(values))]
-    add_value_advantages(made, PPO(), kl_coefficient=0.0, over_context=alone)
-    whiten_advantages(made, over_all=alone)
+    add_value_advantages(made, PPO(), kl_coefficient=0.0, over_context=identity)
+    whiten_advantages(made, over_all=identity)
     (one, two), names = [pack.columns for pack in made], "old_logprobs"
     assert one is not None and one.advantages is not None and getattr(one, names) is None
     assert two is not None and two.advantages is not None and getattr(two, names) is not None
@@ -149,7 +153,7 @@ def test_whitening_spans_minibatches_of_which_the_first_has_no_old_logprobs() ->
     settings = GRPO(advantage_estimator="reinforce_plus_plus")
     both = with_advantages([trees(first), trees(first | {"rewards": other["rewards"]})], settings)
     of_both = [pack for made in both for pack in packs(made)]
-    whiten_advantages(of_both, over_all=alone)
+    whiten_advantages(of_both, over_all=identity)
     whitened = torch.cat([pack.columns.advantages for pack in of_both])  # type: ignore[misc,union-attr]
     assert whitened.mean().item() == pytest.approx(0.0, abs=1e-6)
     assert whitened[:12].mean() < -0.5
@@ -228,11 +232,11 @@ def test_a_pack_without_targets(settings: GRPO | PPO) -> None:
     assert pack.columns is not None
     if isinstance(settings, PPO):
         empty = empty_pack(pack.columns)
-        add_value_advantages([empty], settings, kl_coefficient=0.1, over_context=alone)
-        whiten_advantages([empty], over_all=alone)
+        add_value_advantages([empty], settings, kl_coefficient=0.1, over_context=identity)
+        whiten_advantages([empty], over_all=identity)
     else:
         empty = empty_pack(replace(pack.columns, rows=torch.zeros(12, dtype=torch.long)))
-        add_kl_advantages([[empty]], [0], settings, kl_coefficient=0.1, over_all=alone)
+        add_kl_advantages([[empty]], [0], settings, kl_coefficient=0.1, over_all=identity)
     assert empty.columns is not None and empty.columns.advantages is not None
     assert empty.columns.advantages.shape == (0,)
 

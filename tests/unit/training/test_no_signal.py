@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megavlm.algorithms.registry import load_advantage_estimator
-from megavlm.algorithms.segments import alone
+from megavlm.algorithms.segments import identity
 from megavlm.config.algorithm import GRPO, PPO
 from megavlm.data.packs.packing import make_pack
 from megavlm.data.packs.positions import text_positions
@@ -70,11 +70,11 @@ def columns(groups: Sequence[Group], settings: Any, max_new_tokens: int = 8) -> 
     pack = make_pack(trees, vision_token_ids=(-1, -2))
     assert pack.columns is not None
     if isinstance(settings, GRPO) and load_advantage_estimator(settings).whiten:
-        whiten_advantages([pack], over_all=alone)
+        whiten_advantages([pack], over_all=identity)
     if isinstance(settings, PPO):
         pack.columns = replace(pack.columns, values=torch.zeros(pack.num_targets))
-        add_value_advantages([pack], settings, kl_coefficient=0.0, over_context=alone)
-        whiten_advantages([pack], over_all=alone)
+        add_value_advantages([pack], settings, kl_coefficient=0.0, over_context=identity)
+        whiten_advantages([pack], over_all=identity)
     return {name: values[1::2] for name, values in pack.columns.present().items()}
 
 
