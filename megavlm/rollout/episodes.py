@@ -33,7 +33,7 @@ from megavlm.inference.teacher import Teacher
 from megavlm.limited.failure import CallFailure
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.group_tree import tree_parts
-from megavlm.rollout.observations import Observer
+from megavlm.rollout.observations import ObservationRenderer
 from megavlm.rollout.scores import add_group_rewards, ask_teacher, details, example
 from megavlm.rollout.timed_environment import TimedEnvironment, step_score
 from megavlm.rollout.trajectory import Episode, Group
@@ -74,7 +74,9 @@ class EpisodeRunner:
             processor.coordinates,
             processor.token_side,
         )
-        self._observer = Observer(processor, self._settings, config.rollout.max_new_tokens)
+        self._renderer = ObservationRenderer(
+            processor, self._settings, config.rollout.max_new_tokens
+        )
         self._agents: AgentPlayer | None = None
         if config.environment.name == GATEWAY:
             from megavlm.rollout.gateway import play  # the only user of aiohttp
@@ -229,13 +231,13 @@ class EpisodeRunner:
         ]
         try:
             shown = await _all(environment.reset(row, seed) for environment in made)
-            seen = [self._observer.row(prompt.row, observation) for observation in shown]
+            seen = [self._renderer.row(prompt.row, observation) for observation in shown]
             if any(other != seen[0] for other in seen):
                 raise ValueError(
                     f"{self._name(prompt)}: its reset gave different observations for one row and "
                     "seed; a group of episodes starts from one prompt"
                 )
-            if seen[0] != self._observer.row(prompt.row, Observation(row.messages, row.images)):
+            if seen[0] != self._renderer.row(prompt.row, Observation(row.messages, row.images)):
                 prompt = replace(self._first_prompt(prompt, seen[0]), row=prompt.row)
         except PromptTooLong as error:
             if data.long_prompts == "refuse":
@@ -293,7 +295,7 @@ class EpisodeRunner:
                         "value", f"{self._name(prompt)}: a step that is not done has no observation"
                     )
                 num_first = len((episode.prompts or [prompt])[0].images)
-                following, counts = self._observer.next_prompt(
+                following, counts = self._renderer.next_prompt(
                     prompt, ids, step.observation, num_first
                 )
                 episode.count(counts)

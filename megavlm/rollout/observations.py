@@ -16,7 +16,7 @@ class OverBudget(Exception):
     """An observation that the budget of its episode does not admit. The message says why."""
 
 
-class Observer:
+class ObservationRenderer:
     """Appends observations to prompts."""
 
     def __init__(
