@@ -9,7 +9,7 @@ import aiohttp
 
 from megavlm.http_client import open_session
 from megavlm.inference.errors import RolloutServerError
-from megavlm.inference.generation import Follow, GenerationBatch
+from megavlm.inference.generation import GenerationBatch, OnComplete
 from megavlm.inference.protocol import Response, SamplingParams
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_pool.routing import Routing
@@ -57,7 +57,7 @@ class RolloutClient:
         accepts: Callable[[str], bool] | None = None,
         refit: Callable[[], Awaitable[None]] | None = None,
         groups: Sequence[list[Response]] | None = None,
-        follow: Follow | None = None,
+        on_complete: OnComplete | None = None,
         skip_timed_out: bool = False,
     ) -> list[list[Response]]:
         """Return n responses to each prompt, in the order of the prompts. Runs in `runner`; several
@@ -71,13 +71,14 @@ class RolloutClient:
                 that answers could get them; responses so far are kept.
             groups: Responses to each prompt so far, lists that are filled in place; aborted
                 responses are continued.
-            follow: Runs for each group as soon as it is complete, with the index of its prompt, its
+            on_complete: Runs for each group as soon as it is complete, with the index of its
+            prompt, its
                 responses, and a function that returns a response to another prompt.
-            skip_timed_out: See GenerationBatch; it needs `follow`.
+            skip_timed_out: See GenerationBatch; it needs `on_complete`.
 
         Raises RolloutRequestError if a server refuses a request or counts a different number of
         prompt tokens than the trainer, RolloutServerError if all attempts failed or too few servers
-        are left, and the errors of `follow`.
+        are left, and the errors of `on_complete`.
         """
         if self._http is None:
             self._http = open_session(self.limits.connect)
@@ -89,7 +90,7 @@ class RolloutClient:
             sampling_params=sampling_params,
             version=version,
             accepts=accepts,
-            follow=follow,
+            on_complete=on_complete,
             skip_timed_out=skip_timed_out,
             routing=self._routing,
             http=self._http,

@@ -22,7 +22,7 @@ from megavlm.inference.requests import (
     RequestTimedOut,
     make_requests,
 )
-from megavlm.inference.server_pool.routing import Address, Outlook, Routing, choose_server
+from megavlm.inference.server_pool.routing import Address, RecoveryForecast, Routing, choose_server
 
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt
@@ -38,7 +38,7 @@ ABORT_TIMEOUT = 30.0  # seconds that aborted requests have to return
 ResponseTask = asyncio.Task[list[list[Response]]]
 
 
-class Ask(Protocol):
+class GenerateFn(Protocol):
     """Function that returns one response to another prompt. most: Limit of its tokens, if it is
     below the sampling's. first_routed: The first token of the prompt whose routes are not known. If
     the call is cancelled, its request is dropped.
@@ -51,13 +51,13 @@ class Ask(Protocol):
 
 # Called with a prompt's index and its responses as soon as these are complete, or with no responses
 # if its request timed out (GenerationBatch.skip_timed_out).
-Follow = Callable[[int, list[Response], Ask], Coroutine[Any, Any, None]]
+OnComplete = Callable[[int, list[Response], GenerateFn], Coroutine[Any, Any, None]]
 
 
 @dataclass(eq=False, kw_only=True)
 class GenerationBatch:
     """Generation of n responses to each of `prompts`. With n = 0, prompts get no response, and
-    `follow` runs for all of them at once.
+    `on_complete` runs for all of them at once.
 
     groups: The responses of each prompt, lists that are filled in place. A group is complete,
     partly aborted, or empty.
@@ -65,12 +65,12 @@ class GenerationBatch:
     version: Weight version that must generate the responses. None takes any version that `accepts`
     returns True for; responses aborted by a weight push are then continued, as often as needed.
 
-    follow: Runs for each complete group while others are generated. The prompts that it passes to
-    `ask` are appended to prompts and groups.
+    on_complete: Runs for each complete group while others are generated. The prompts that it passes
+    to `ask` are appended to prompts and groups.
 
     skip_timed_out: If true, a group whose request times out in all attempts is left empty and
-    `follow` is called with []; for later turns, `ask` raises RequestTimedOut. If a server refuses a
-    later turn, `ask` always raises RequestRefused.
+    `on_complete` is called with []; for later turns, `ask` raises RequestTimedOut. If a server
+    refuses a later turn, `ask` always raises RequestRefused.
 
     show: Callback for a progress line. beat: Callback for each answer.
 
@@ -89,7 +89,7 @@ class GenerationBatch:
     show: Callable[[str], object]
     beat: Callable[[], object]
     version: str | None = None
-    follow: Follow | None = None
+    on_complete: OnComplete | None = None
     skip_timed_out: bool = False
     accepts: Callable[[str], bool] | None = None
     loads: Counter[str] = field(default_factory=Counter)
@@ -212,8 +212,10 @@ class GenerationBatch:
         return self.n == 0 or is_complete(group)
 
     def _follow_complete(self) -> None:
-        """Start `follow` for groups that have become complete, in the order of their prompts."""
-        if self.follow is None:
+        """Start `on_complete` for groups that have become complete, in the order of their
+        prompts.
+        """
+        if self.on_complete is None:
             return
         for place, group in enumerate(self.groups[: self._num_first]):
             if place not in self._followed and self._is_complete(group):
@@ -221,8 +223,8 @@ class GenerationBatch:
                 self._start_follower(place, group)
 
     def _start_follower(self, place: int, responses: list[Response]) -> None:
-        assert self.follow is not None
-        follower = asyncio.create_task(self.follow(place, responses, self._ask))
+        assert self.on_complete is not None
+        follower = asyncio.create_task(self.on_complete(place, responses, self._ask))
         follower.add_done_callback(lambda _: self._wake())
         self._followers[place] = follower
 
@@ -259,7 +261,7 @@ class GenerationBatch:
         """Return True if no server will become usable without a refit. No request is in flight."""
         if not self._waiting or self.routing.routable(self.version):
             return False
-        return self.routing.outlook(self.version) is Outlook.REFIT
+        return self.routing.forecast(self.version) is RecoveryForecast.REFIT
 
     async def _wait(self) -> None:
         """Wait for a response, a later turn's request, a change of a server's state, or the end of

@@ -26,7 +26,7 @@ from megavlm.data.rows import Row
 from megavlm.environments.agent import GATEWAY
 from megavlm.environments.base import ChatFormat, Observation
 from megavlm.environments.processes import make_environments
-from megavlm.inference.generation import Ask
+from megavlm.inference.generation import GenerateFn
 from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestRefused, RequestTimedOut
 from megavlm.inference.teacher import Teacher
@@ -45,7 +45,8 @@ T = TypeVar("T")
 
 MAX_REPLACED = 1000  # limit of prompts in a row that cannot start an episode
 
-# RolloutClient.generate with sampling and weights bound. It takes prompts, `n`, `groups`, `follow`.
+# RolloutClient.generate with sampling and weights bound. It takes prompts, `n`, `groups`,
+# `on_complete`.
 Generate = Callable[..., Awaitable[object]]
 
 
@@ -164,7 +165,7 @@ class EpisodeRunner:
         for group, received in zip(groups, responses, strict=True):
             group.responses = received  # filled while they arrive
 
-        async def follow(place: int, complete: Sequence[Response], ask: Ask) -> None:
+        async def on_complete(place: int, complete: Sequence[Response], ask: GenerateFn) -> None:
             await self.play_group(groups[place], complete, ask)
             played(groups[place])
 
@@ -176,12 +177,14 @@ class EpisodeRunner:
                 # Agents ask for all of their responses.
                 n=len(groups[0].episodes) if self._agents is None else 0,
                 groups=responses,
-                follow=follow,
+                on_complete=on_complete,
             )
         finally:
             _close(groups)
 
-    async def play_group(self, group: Group, responses: Sequence[Response], ask: Ask) -> None:
+    async def play_group(
+        self, group: Group, responses: Sequence[Response], ask: GenerateFn
+    ) -> None:
         """Play the started episodes of a group from their first responses to their end, or until a
         request times out. responses: One first response per episode; empty if the first request
         timed out.
@@ -266,7 +269,7 @@ class EpisodeRunner:
         except ValueError as error:  # such as an unreadable image
             raise CallFailure("value", f"{self._name(prompt)}: {error}") from error
 
-    async def _play(self, episode: Episode, response: Response, ask: Ask) -> None:
+    async def _play(self, episode: Episode, response: Response, ask: GenerateFn) -> None:
         """Play an episode from its first response to its end, or until a request times out."""
         await self._step(episode, response)
         with suppress(RequestTimedOut):

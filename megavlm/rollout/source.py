@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from megavlm.environments.curriculum import Curriculum
 from megavlm.inference.connect import Connection
 from megavlm.observability.phases import Phases
-from megavlm.rollout.ahead.handle import AheadSource
+from megavlm.rollout.ahead.handle import AsyncRolloutSource
 from megavlm.rollout.buffer import StreamBatch
 from megavlm.rollout.local import LocalSource
 from megavlm.rollout.replay import ReplaySource
@@ -68,4 +68,4 @@ def make_source(
     if not rollout.is_ahead:
         return LocalSource(sampler, curriculum, phases)
     assert connection is not None
-    return AheadSource(sampler.config, connection, curriculum, phases)
+    return AsyncRolloutSource(sampler.config, connection, curriculum, phases)

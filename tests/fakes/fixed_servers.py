@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from megavlm.inference.errors import RolloutServerError
-from megavlm.inference.server_pool.routing import Address, Outlook
+from megavlm.inference.server_pool.routing import Address, RecoveryForecast
 
 
 class FixedServers:
@@ -25,7 +25,7 @@ class FixedServers:
     def routable(self, version: str | None) -> list[Address]:
         return list(self._addresses)
 
-    def outlook(self, version: str | None) -> Outlook:
+    def forecast(self, version: str | None) -> RecoveryForecast:
         raise AssertionError("they are always routable")
 
     def lost(self, url: str, version: str | None) -> bool:

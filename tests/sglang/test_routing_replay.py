@@ -20,7 +20,7 @@ from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.families import family_of
 from megavlm.inference.answers import parse_generate
-from megavlm.inference.generation import Ask
+from megavlm.inference.generation import GenerateFn
 from megavlm.inference.protocol import Response, SamplingParams, VersionSpan, bearer
 from megavlm.inference.routed_experts import routed_experts_shape
 from megavlm.inference.server import ManagedServer
@@ -125,7 +125,7 @@ def test_turns_and_continued_responses_have_the_routes_of_each_request(
     following = routed.processor.next_turn(prompt, said, row)
     known = continued.first_unrouted(len(prompt.token_ids))
 
-    async def follow(place: int, responses: Sequence[Response], ask: Ask) -> None:
+    async def on_complete(place: int, responses: Sequence[Response], ask: GenerateFn) -> None:
         last = await ask(following, first_routed=known)
         assert last.routed_experts is not None
         assert (
@@ -134,7 +134,14 @@ def test_turns_and_continued_responses_have_the_routes_of_each_request(
         played.append(episode((prompt, continued), (following, last)))
 
     played: list[Episode] = []
-    generate(routed.client, [prompt], n=1, sampling_params=how, begun=[[continued]], follow=follow)
+    generate(
+        routed.client,
+        [prompt],
+        n=1,
+        sampling_params=how,
+        begun=[[continued]],
+        on_complete=on_complete,
+    )
     # The end of the first turn was not sampled.
     assert_replay_matters(routed, [Group(prompt, episodes=played)], tmp_path, len(said) - 1)
 

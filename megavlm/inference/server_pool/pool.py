@@ -10,7 +10,7 @@ from pathlib import Path
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.inference.server_pool.records import ServerRecords
-from megavlm.inference.server_pool.routing import Address, Outlook
+from megavlm.inference.server_pool.routing import Address, RecoveryForecast
 from megavlm.inference.server_pool.state import Event, EventKind, RestartPolicy, State
 from megavlm.inference.server_pool.supervisor import Supervisor
 
@@ -129,13 +129,17 @@ class ServerPool(ServerRecords):
                 if self._records[url].routable(version)
             ]
 
-    def outlook(self, version: str | None) -> Outlook:
+    def forecast(self, version: str | None) -> RecoveryForecast:
         with self._lock:
             self._check()
             states = {record.state for record in self._records.values()}
             if State.SUSPECT in states:
-                return Outlook.WAIT  # a probe will decide its state soon
-            return Outlook.REFIT if states & {State.STALE, State.HEALTHY} else Outlook.WAIT
+                return RecoveryForecast.WAIT  # a probe will decide its state soon
+            return (
+                RecoveryForecast.REFIT
+                if states & {State.STALE, State.HEALTHY}
+                else RecoveryForecast.WAIT
+            )
 
     def lost(self, url: str, version: str | None) -> bool:
         with self._lock:

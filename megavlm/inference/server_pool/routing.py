@@ -24,7 +24,7 @@ class Address:
     takes_videos: bool = False
 
 
-class Outlook(Enum):
+class RecoveryForecast(Enum):
     """How a server can become routable when none is."""
 
     WAIT = "wait"  # a server may become routable by itself, or come back stale
@@ -34,7 +34,7 @@ class Outlook(Enum):
 class Routing(Protocol):
     """The rollout client's view of the servers. Every method may be called from any thread.
 
-    `routable` and `outlook` raise RolloutServerError when too few servers are left.
+    `routable` and `forecast` raise RolloutServerError when too few servers are left.
     """
 
     def routable(self, version: str | None) -> list[Address]:
@@ -42,7 +42,7 @@ class Routing(Protocol):
         None.
         """
 
-    def outlook(self, version: str | None) -> Outlook: ...
+    def forecast(self, version: str | None) -> RecoveryForecast: ...
 
     def lost(self, url: str, version: str | None) -> bool:
         """Return True if a server will not answer its requests in flight with weights `version`."""

@@ -39,7 +39,7 @@ def start_process(descriptor: int) -> "subprocess.Popen[bytes]":
     )
 
 
-class AheadSource:
+class AsyncRolloutSource:
     """Implements GroupSource with groups that a producer makes while the trainer trains. The
     producer's errors are raised by the next call.
     """

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from megavlm.inference.server_pool.pool import ServerPool
-from megavlm.inference.server_pool.routing import Address, Outlook
+from megavlm.inference.server_pool.routing import Address, RecoveryForecast
 from megavlm.inference.server_pool.state import State
 
 Report = tuple[str, str, str]  # name of a ServerPool method, server URL, reason or ""
@@ -28,7 +28,7 @@ class ServerStates:
         )
 
 
-class ServerMirror:
+class ServerProxy:
     """Routing by the states received last. Every healthy server may answer: servers that miss a
     push stop being healthy, so no healthy server has weights that are too old.
     """
@@ -47,11 +47,11 @@ class ServerMirror:
         states = self._servers.states
         return [a for url, a in self._servers.addresses.items() if states[url] is State.HEALTHY]
 
-    def outlook(self, version: str | None) -> Outlook:
+    def forecast(self, version: str | None) -> RecoveryForecast:
         states = set(self._servers.states.values())
         if State.SUSPECT in states or State.STALE not in states:
-            return Outlook.WAIT
-        return Outlook.REFIT
+            return RecoveryForecast.WAIT
+        return RecoveryForecast.REFIT
 
     def lost(self, url: str, version: str | None) -> bool:
         return self._servers.states[url] not in (State.HEALTHY, State.SUSPECT)
@@ -82,7 +82,7 @@ class ServerMirror:
 
 
 def apply_report(pool: ServerPool, report: Report) -> None:
-    """Apply a report from the producer's ServerMirror to the pool."""
+    """Apply a report from the producer's ServerProxy to the pool."""
     method, url, reason = report
     if method == "answered":
         pool.answered(url)

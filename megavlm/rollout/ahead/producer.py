@@ -34,7 +34,7 @@ from megavlm.inference.server_main import die_with
 from megavlm.parallel import platform
 from megavlm.process import allow_open_files, leave, leave_to_parent
 from megavlm.rewards.base import RewardStop
-from megavlm.rollout.ahead.mirror import ServerMirror
+from megavlm.rollout.ahead.mirror import ServerProxy
 from megavlm.rollout.engine import Engine
 from megavlm.rollout.sampler import Sampler
 
@@ -63,7 +63,7 @@ class Producer:
     def __init__(self, setup: ProducerSetup, connection: Connection) -> None:
         """Load the data, the environment and the rewards. Raises ValueError if that fails."""
         self._connection, self._parent = connection, setup.parent
-        self._servers = ServerMirror(lambda report: connection.send(("report", report)))
+        self._servers = ServerProxy(lambda report: connection.send(("report", report)))
         self._client = RolloutClient(
             self._servers, setup.limits, beat=lambda: connection.send(("beat",))
         )

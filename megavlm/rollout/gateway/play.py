@@ -9,7 +9,7 @@ from megavlm.config.schema import Config
 from megavlm.data.processor import Processor, Prompt
 from megavlm.environments.agent import reward_step
 from megavlm.environments.base import ChatFormat, Step
-from megavlm.inference.generation import Ask
+from megavlm.inference.generation import GenerateFn
 from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestTimedOut
 from megavlm.limited.failure import CallFailure
@@ -49,7 +49,7 @@ class AgentPlayer:
     async def close(self) -> None:
         await self._server.close()
 
-    async def play(self, episode: Episode, ask: Ask, name: str) -> None:
+    async def play(self, episode: Episode, ask: GenerateFn, name: str) -> None:
         """Play an episode to its end, or until a request times out. name: Name of the environment
         and the row, for messages.
         """
@@ -98,7 +98,7 @@ class AgentPlayer:
         episode.add_turn(calls[-1].response, calls[-1].text, reward, score, None)
 
     async def _add_untrained(
-        self, episode: Episode, prompt: Prompt, ask: Ask, score: Score
+        self, episode: Episode, prompt: Prompt, ask: GenerateFn, score: Score
     ) -> None:
         """Add a response to the row's prompt that is not trained on: an episode has a turn."""
         response = await ask(prompt)

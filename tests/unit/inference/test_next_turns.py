@@ -27,14 +27,14 @@ def test_a_group_is_followed_by_its_next_turn_while_another_is_generated() -> No
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
         fake.held, fake.held_once = {2}, True
 
-        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
             events.append((place, [response.token_ids.tolist() for response in responses]))
             if place == 0:
                 events.append((await ask(make_prompt(first_id=9))).token_ids.tolist())
                 fake.aborted.set()
 
         prompts = [make_prompt(first_id=1), make_prompt(first_id=2)]
-        groups = generate(client, prompts, n=2, sampling_params=SAMPLING, follow=follow)
+        groups = generate(client, prompts, n=2, sampling_params=SAMPLING, on_complete=on_complete)
     assert events[:2] == [(0, [[1, 0], [1, 1]]), [9, 0]] and events[2][0] == 1
     ends = [group[0].token_ids[-2:].tolist() for group in groups]
     assert ends == [[1, 0], [2, 2]], "in their order"
@@ -46,7 +46,7 @@ def test_with_no_responses_all_groups_are_followed_at_once() -> None:
     started: list[int] = []
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
 
-        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
             assert not responses
             started.append(place)
             while len(started) < 3:
@@ -55,7 +55,11 @@ def test_with_no_responses_all_groups_are_followed_at_once() -> None:
             assert said.token_ids.tolist() == [place, 0]
 
         groups = generate(
-            client, [make_prompt() for _ in range(3)], n=0, sampling_params=SAMPLING, follow=follow
+            client,
+            [make_prompt() for _ in range(3)],
+            n=0,
+            sampling_params=SAMPLING,
+            on_complete=on_complete,
         )
         bodies = fake.bodies("/generate")
     assert groups == [[], [], []] and len(bodies) == 3
@@ -67,14 +71,14 @@ def test_a_next_turn_that_was_aborted_keeps_its_limit() -> None:
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
         fake.held, fake.held_once, fake.num_held_tokens = {9}, True, 3
 
-        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
             asking = asyncio.create_task(ask(make_prompt(first_id=9), 7))
             while not fake.bodies("/generate"):
                 await asyncio.sleep(0.01)
             fake.aborted.set()
             assert (await asking).token_ids.tolist() == [50, 51, 52, 9, 3]
 
-        generate(client, [make_prompt()], n=0, sampling_params=SAMPLING, follow=follow)
+        generate(client, [make_prompt()], n=0, sampling_params=SAMPLING, on_complete=on_complete)
         limits = [b["sampling_params"] for b in fake.bodies("/generate")]
     assert [_limit(parameters) for parameters in limits] == [7, 4]
 
@@ -90,7 +94,7 @@ def test_a_next_turn_that_is_cancelled_is_forgotten() -> None:
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
         fake.held = {8}
 
-        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
             asking = asyncio.create_task(ask(make_prompt(first_id=8)))
             while not fake.bodies("/generate"):
                 await asyncio.sleep(0.01)
@@ -102,7 +106,7 @@ def test_a_next_turn_that_is_cancelled_is_forgotten() -> None:
             fake.aborted.set()
             assert (await ask(make_prompt(first_id=9))).token_ids.tolist() == [9, 0]
 
-        generate(client, [make_prompt()], n=0, sampling_params=SAMPLING, follow=follow)
+        generate(client, [make_prompt()], n=0, sampling_params=SAMPLING, on_complete=on_complete)
     assert len(fake.bodies("/generate")) == 2
 
 
@@ -115,7 +119,7 @@ def test_a_next_turn_waits_for_a_refit_and_is_asked_again() -> None:
             refits.append(1)
             push(pool, 1, (fake,))
 
-        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
             fake.weight_version = "0"  # it restarts between the turns
             assert (await ask(make_prompt(first_id=9))).weight_version == "1"
 
@@ -127,7 +131,7 @@ def test_a_next_turn_waits_for_a_refit_and_is_asked_again() -> None:
                 sampling_params=SAMPLING,
                 weight_version=1,
                 refit=refit,
-                follow=follow,
+                on_complete=on_complete,
             )
     assert refits == [1]
 
@@ -143,7 +147,7 @@ def test_a_group_whose_requests_time_out_is_left_out_and_the_others_are_answered
         fake.held = {2}
         gone = asyncio.Event()
 
-        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
             events.append((place, len(responses)))
             if place == 1:
                 fake.weight_version = "0"
@@ -160,7 +164,7 @@ def test_a_group_whose_requests_time_out_is_left_out_and_the_others_are_answered
                 sampling_params=SAMPLING,
                 weight_version=1,
                 refit=lambda: push(pool, 1, (fake,)),
-                follow=follow,
+                on_complete=on_complete,
                 skip_timed_out=True,
             )
     assert events == [(0, 1), (1, 0), "1"]
@@ -174,13 +178,13 @@ def test_a_next_turn_that_times_out_raises_where_it_was_asked() -> None:
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), SHORT) as client:
         fake.held = {9}
 
-        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
             try:
                 await ask(make_prompt(first_id=9))
             except RequestTimedOut as error:
                 told.append(str(error))
 
-        arguments: Any = {"n": 1, "sampling_params": SAMPLING, "follow": follow}
+        arguments: Any = {"n": 1, "sampling_params": SAMPLING, "on_complete": on_complete}
         generate(client, [make_prompt(first_id=1)], **arguments, skip_timed_out=True)
         with pytest.raises(RolloutServerError, match=r"raise rollout\.request_timeout"):
             generate(client, [make_prompt(first_id=1)], **arguments)
@@ -193,14 +197,14 @@ def test_a_next_turn_that_is_refused_raises_where_it_was_asked() -> None:
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
         fake.refused["/generate"] = {2}
 
-        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
             try:
                 await ask(make_prompt(first_id=9))
             except RequestRefused as error:
                 told.append(str(error))
             assert (await ask(make_prompt(first_id=8))).token_ids.tolist() == [8, 0]
 
-        arguments: Any = {"n": 1, "sampling_params": SAMPLING, "follow": follow}
+        arguments: Any = {"n": 1, "sampling_params": SAMPLING, "on_complete": on_complete}
         (group,) = generate(client, [make_prompt(first_id=1)], **arguments)
         assert len(group) == 1 and len(told) == 1 and "HTTP 400" in told[0]
         fake.refused["/generate"] = {4}
@@ -222,7 +226,7 @@ def test_a_continuation_that_is_refused_begins_anew() -> None:
 def test_only_what_timed_out_is_left_out() -> None:
     """A server that fails otherwise ends the generation."""
 
-    async def follow(place: int, responses: list[Response], ask: Any) -> None: ...
+    async def on_complete(place: int, responses: list[Response], ask: Any) -> None: ...
 
     with FakeServer(*["500"] * 4) as fake, RolloutClient(FixedServers(fake.url), SHORT) as client:
         with pytest.raises(RolloutServerError, match="500"):
@@ -231,7 +235,7 @@ def test_only_what_timed_out_is_left_out() -> None:
                 [make_prompt()],
                 n=1,
                 sampling_params=SAMPLING,
-                follow=follow,
+                on_complete=on_complete,
                 skip_timed_out=True,
             )
 
@@ -240,12 +244,12 @@ def test_an_error_of_what_follows_ends_the_generation() -> None:
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
         fake.held = {2}
 
-        async def follow(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
             raise ValueError("as told")
 
         prompts = [make_prompt(first_id=1), make_prompt(first_id=2)]
         with pytest.raises(ValueError, match="as told"):
-            generate(client, prompts, n=1, sampling_params=SAMPLING, follow=follow)
+            generate(client, prompts, n=1, sampling_params=SAMPLING, on_complete=on_complete)
         fake.held = set()
         ((answer,),) = generate(client, prompts[1:], n=1, sampling_params=SAMPLING)
         assert answer.token_ids.tolist() == [2, 0]

@@ -22,7 +22,7 @@ from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool import status, supervisor
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
-from megavlm.inference.server_pool.routing import Outlook
+from megavlm.inference.server_pool.routing import RecoveryForecast
 from megavlm.inference.server_pool.state import State
 from megavlm.rollout.ahead.mirror import ServerStates
 from tests.fakes.server import FakeServer
@@ -75,7 +75,7 @@ def test_servers_start_together_and_nothing_is_left(tmp_path: Path, lines: list[
     with managed(tmp_path, 2, lines) as pool:
         one, other = pool.handles
         assert [state(pool, url) for url in pool.handles] == [State.STALE] * 2
-        assert pool.routable("0") == [] and pool.outlook("0") is Outlook.REFIT
+        assert pool.routable("0") == [] and pool.forecast("0") is RecoveryForecast.REFIT
         assert [receiver.needs_all for receiver in pool.receivers()] == [True, True]
         assert sorted(push(pool, 0)) == sorted([one, other])
         assert [address.url for address in pool.routable("0")] == [one, other]
@@ -177,7 +177,7 @@ def test_exhausted_restarts_report_the_log(
         for ask in (
             lambda: pool.routable("1"),
             pool.receivers,
-            lambda: pool.outlook("1"),
+            lambda: pool.forecast("1"),
         ):
             with pytest.raises(RolloutServerError, match=expected):
                 ask()

@@ -37,17 +37,17 @@ class Policy:
         prompts: Sequence[Prompt],
         n: int,
         groups: Sequence[list[Response]],
-        follow: Any,
+        on_complete: Any,
     ) -> None:
         self.asked.append((list(prompts), n))
         for group in groups:
             group[:] = [self.respond() for _ in range(n)]
-        await self.follow(groups, follow)
+        await self.on_complete(groups, on_complete)
 
-    async def follow(self, answers: Sequence[list[Response]], follow: Any) -> None:
+    async def on_complete(self, answers: Sequence[list[Response]], on_complete: Any) -> None:
         """Play on from complete answers; the others are empty."""
         places = [place for place, answer in enumerate(answers) if answer]
-        await asyncio.gather(*(follow(place, answers[place], self.ask) for place in places))
+        await asyncio.gather(*(on_complete(place, answers[place], self.ask) for place in places))
 
     async def ask(self, prompt: Prompt, first_routed: int | None = None) -> Response:
         self.asked.append(([prompt], 1))

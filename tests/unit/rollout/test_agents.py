@@ -33,9 +33,9 @@ SETTINGS: dict[str, Any] = {
 class Scripted(Policy):
     """Is asked by agents alone."""
 
-    async def follow(self, answers: Sequence[list[Response]], follow: Any) -> None:
+    async def on_complete(self, answers: Sequence[list[Response]], on_complete: Any) -> None:
         assert not any(answers)
-        await asyncio.gather(*(follow(place, [], self.ask) for place in range(len(answers))))
+        await asyncio.gather(*(on_complete(place, [], self.ask) for place in range(len(answers))))
 
     async def ask(self, prompt: Any, most: int | None = None) -> Response:
         return await super().ask(prompt)

@@ -35,7 +35,7 @@ from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_pool.state import State
 from megavlm.observability.phases import Phases
 from megavlm.rollout.ahead import handle
-from megavlm.rollout.ahead.handle import AheadSource
+from megavlm.rollout.ahead.handle import AsyncRolloutSource
 from megavlm.rollout.ahead.producer import serve
 from megavlm.rollout.sampler import Refit
 from megavlm.rollout.trajectory import Group
@@ -112,16 +112,18 @@ def order(config: Config, count: int) -> list[int]:
     return [prompt.row.index for prompt in stream.take(count)]
 
 
-def started(config: Config, pool: Any, state: Any = None, timeout: float = 300.0) -> AheadSource:
+def started(
+    config: Config, pool: Any, state: Any = None, timeout: float = 300.0
+) -> AsyncRolloutSource:
     client = RolloutClient(pool, RequestLimits(total=timeout, retry_delay=0.0))
     curriculum = Curriculum(config.curriculum)
-    source = AheadSource(config, Connection(client, pool), curriculum, Phases())
+    source = AsyncRolloutSource(config, Connection(client, pool), curriculum, Phases())
     if state is not None:
         source.load_state_dict(state)
     return source
 
 
-def take(source: AheadSource, version: int, refit: Refit = no_refit) -> list[Group]:
+def take(source: AsyncRolloutSource, version: int, refit: Refit = no_refit) -> list[Group]:
     """Return the groups of a step, which come at once."""
     (streamed,) = source.stream(version, refit)
     return list(streamed.groups)

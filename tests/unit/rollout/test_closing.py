@@ -56,15 +56,15 @@ class Refused(Unanswered):
 class Aborted(Policy):
     """Is aborted before any response is complete."""
 
-    async def __call__(self, prompts: Any, n: int, groups: Any, follow: Any) -> None:
+    async def __call__(self, prompts: Any, n: int, groups: Any, on_complete: Any) -> None:
         groups[0][:] = [replace(self.respond(), finish="abort") for _ in range(n)]
 
 
 class TimedOut(Policy):
     """Has no answer to the first request."""
 
-    async def __call__(self, prompts: Any, n: int, groups: Any, follow: Any) -> None:
-        await follow(0, [], self.ask)
+    async def __call__(self, prompts: Any, n: int, groups: Any, on_complete: Any) -> None:
+        await on_complete(0, [], self.ask)
 
 
 @pytest.mark.parametrize(

@@ -248,10 +248,10 @@ def test_groups_have_the_responses_that_came_before_an_error(
     policy, begun = Policy(processor, *["3"] * 2), list[list[Response]]()
     cut = replace(policy.respond(), finish="abort")
 
-    async def generate(prompts: Any, n: int, groups: Any, follow: Any) -> None:
+    async def generate(prompts: Any, n: int, groups: Any, on_complete: Any) -> None:
         begun.extend(map(list, groups))
         groups[0][:], groups[2][:] = [cut], [policy.respond()]
-        await policy.follow([[], [], groups[2], []], follow)
+        await policy.on_complete([[], [], groups[2], []], on_complete)
         raise RolloutServerError("as told")
 
     playing = episode_runner(processor, manager, "vqa")

@@ -84,10 +84,10 @@ def test_a_group_that_waits_is_scored_when_it_is_played(
     """Its first step plays another group; a later step continues its responses."""
     policy = Policy(processor, "3", "4", "4", "3")
 
-    async def generate(prompts: Any, n: int, groups: Any, follow: Any) -> None:
+    async def generate(prompts: Any, n: int, groups: Any, on_complete: Any) -> None:
         for group in groups:
             group[:] = [policy.respond() for _ in range(n)]
-        await policy.follow([groups[0], *[[] for _ in groups[1:]]], follow)
+        await policy.on_complete([groups[0], *[[] for _ in groups[1:]]], on_complete)
         for group in groups[1:]:
             group[:] = [replace(response, finish="abort") for response in group]
 

@@ -34,11 +34,11 @@ class Right:
         self._tokenizer, self.runner = tokenizer, asyncio.Runner()
 
     def generate(
-        self, prompts: Sequence[Prompt], *, n: int, follow: Any, **_: Any
+        self, prompts: Sequence[Prompt], *, n: int, on_complete: Any, **_: Any
     ) -> list[list[Response]]:
         answers = [[self._respond(prompt)] * n for prompt in prompts]
         for place, answer in enumerate(answers):
-            self.runner.run(follow(place, answer, None))
+            self.runner.run(on_complete(place, answer, None))
         return answers
 
     def _respond(self, prompt: Prompt) -> Response:
