@@ -22,8 +22,8 @@ from PIL import Image as Picture
 
 from megavlm.environments.base import Context, Observation, Step, scored
 from megavlm.import_path import import_object, import_of_key
-from megavlm.limited.wire import json_bytes
 from megavlm.rewards.base import Example
+from megavlm.subprocess_pool.wire import json_bytes
 
 GATEWAY = "gateway"  # environment.name
 _PR_SET_PDEATHSIG = 1

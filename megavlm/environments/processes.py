@@ -11,7 +11,7 @@ from megavlm.config.environment import EnvironmentConfig
 from megavlm.environments import registry
 from megavlm.environments.base import Context, Environment
 from megavlm.environments.sessions import RemoteEnvironment, SessionProcess
-from megavlm.limited.failure import CallFailure
+from megavlm.subprocess_pool.failure import CallFailure
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from megavlm.environments import wire
 from megavlm.environments.base import Context, Observation, Step
-from megavlm.limited.failure import CallFailure, FailureKind
-from megavlm.limited.process import START_SECONDS, ChildProcess, shown
-from megavlm.limited.wire import Replies, frame
 from megavlm.rewards.base import Example
+from megavlm.subprocess_pool.failure import CallFailure, FailureKind
+from megavlm.subprocess_pool.process import START_SECONDS, ChildProcess, shown
+from megavlm.subprocess_pool.wire import Replies, frame
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 """Rows, observations and steps as messages between the trainer and processes of environments
-(megavlm/limited/wire.py).
+(megavlm/subprocess_pool/wire.py).
 """
 
 from collections.abc import Mapping
@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from megavlm.environments.base import ChatMessage, Content, Image, Observation, Step
-from megavlm.limited.failure import CallFailure
 from megavlm.rewards.base import Example, Score
+from megavlm.subprocess_pool.failure import CallFailure
 
 
 def unpack_row(values: Mapping[str, Any]) -> Example:

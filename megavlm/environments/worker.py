@@ -1,5 +1,5 @@
 """Process that runs environments of a user's class: `python -m megavlm.environments.worker
-CONTROL_FD`, with the limits and the messages of megavlm/limited.
+CONTROL_FD`, with the limits and the messages of megavlm/subprocess_pool.
 
 Each session has a thread and an event loop of its own, from its reset to its close. A call that
 blocks therefore holds up no other session, and what belongs to a loop or a thread can be kept
@@ -19,11 +19,11 @@ from megavlm.environments import registry, wire
 from megavlm.environments.base import ChatFormat, Context, Environment
 from megavlm.environments.tools.load import OpenTools, Toolbox, load_tools
 from megavlm.environments.tools.tool import marked_names
-from megavlm.limited.failure import CallFailure
-from megavlm.limited.limits import has_children, limit
-from megavlm.limited.wire import frame, receive
 from megavlm.process import allow_open_files
 from megavlm.rewards.base import Example, Score
+from megavlm.subprocess_pool.failure import CallFailure
+from megavlm.subprocess_pool.limits import has_children, limit
+from megavlm.subprocess_pool.wire import frame, receive
 
 STACK_BYTES = 2**20  # of a thread; the memory limit counts it whether it is used or not
 

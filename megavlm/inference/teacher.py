@@ -19,7 +19,7 @@ from megavlm.inference.bodies import score_body
 from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import Response, bearer
 from megavlm.inference.requests import RequestLimits
-from megavlm.limited.failure import CallFailure
+from megavlm.subprocess_pool.failure import CallFailure
 
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt

@@ -10,12 +10,12 @@ from typing import Any
 
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.reward import Reward
-from megavlm.limited.failure import CallFailure
 from megavlm.numbers import at_least, is_float32
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example, ResponseDetails, RewardStop, Score
 from megavlm.rewards.pool import RewardPool
 from megavlm.rewards.services import RemoteOptions, RemoteReward
+from megavlm.subprocess_pool.failure import CallFailure
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from megavlm.limited.pool import ProcessPool
-from megavlm.limited.process import LimitedProcess
 from megavlm.rewards.base import ResponseDetails
 from megavlm.rewards.registry import RewardArguments
+from megavlm.subprocess_pool.pool import ProcessPool
+from megavlm.subprocess_pool.process import LimitedProcess
 
 MAX_SCORES = 2**20  # bytes: the scores of a group
 Rewards = Sequence[tuple[str, Mapping[str, Any], str]]  # names, options and their keys

@@ -20,12 +20,12 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from megavlm.http_client import open_session
-from megavlm.limited.failure import CallFailure
-from megavlm.limited.wire import json_bytes
 from megavlm.rewards.base import Example
 from megavlm.rewards.boxed import after_thinking
 from megavlm.rewards.options import check_number
 from megavlm.rewards.words import ASCII_SIGNS
+from megavlm.subprocess_pool.failure import CallFailure
+from megavlm.subprocess_pool.wire import json_bytes
 
 MAX_SERVICE_REPLY = 2**18
 CONNECT_SECONDS = 10.0

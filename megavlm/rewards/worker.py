@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from megavlm.limited.limits import has_children, limit, limit_cpu
-from megavlm.limited.wire import frame, receive
 from megavlm.rewards import registry
+from megavlm.subprocess_pool.limits import has_children, limit, limit_cpu
+from megavlm.subprocess_pool.wire import frame, receive
 
 
 def main() -> None:

@@ -30,13 +30,13 @@ from megavlm.inference.generation import GenerateFn
 from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestRefused, RequestTimedOut
 from megavlm.inference.teacher import Teacher
-from megavlm.limited.failure import CallFailure
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.group_tree import tree_parts
 from megavlm.rollout.observations import ObservationRenderer
 from megavlm.rollout.scores import add_group_rewards, ask_teacher, details, example
 from megavlm.rollout.timed_environment import TimedEnvironment, step_score
 from megavlm.rollout.trajectory import Episode, Group
+from megavlm.subprocess_pool.failure import CallFailure
 
 if TYPE_CHECKING:
     from megavlm.rollout.gateway.play import AgentPlayer

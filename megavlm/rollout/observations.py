@@ -9,7 +9,7 @@ from megavlm.data.chat.messages import IMAGE_PLACEHOLDER, ROLES, Message
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.environments.base import ChatMessage, Image, Observation
-from megavlm.limited.failure import CallFailure
+from megavlm.subprocess_pool.failure import CallFailure
 
 
 class OverBudget(Exception):

@@ -11,10 +11,10 @@ from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
 from megavlm.inference.protocol import Response
 from megavlm.inference.teacher import Teacher
-from megavlm.limited.failure import CallFailure
 from megavlm.rewards.base import Example, ResponseDetails
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.trajectory import Episode, Group
+from megavlm.subprocess_pool.failure import CallFailure
 
 
 async def add_group_rewards(

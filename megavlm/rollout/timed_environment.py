@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.environments.base import ChatFormat, Context, Observation, Step
 from megavlm.environments.processes import EnvironmentPool, Local
-from megavlm.limited.failure import CallFailure
 from megavlm.numbers import at_least, is_float32
 from megavlm.rewards.base import Example, ResponseDetails, RewardStop, Score
+from megavlm.subprocess_pool.failure import CallFailure
 
 T = TypeVar("T")
 TICK = 0.1  # seconds

@@ -13,7 +13,7 @@ import torch
 from megavlm.config.distillation import Distillation
 from megavlm.inference.protocol import Response, SamplingParams
 from megavlm.inference.teacher import API_KEY, Teacher, check_tokenizers
-from megavlm.limited.failure import CallFailure
+from megavlm.subprocess_pool.failure import CallFailure
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
 from tests.sglang.questions import largest_difference, next_turns, prompts

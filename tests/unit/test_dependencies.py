@@ -26,7 +26,7 @@ LEVELS = [
     },
     {"config", "observability", "demo_folder"},
     {"task"},  # imports a task's modules when they are used
-    {"algorithms", "limited", "parallel", "sglang_cpu"},
+    {"algorithms", "subprocess_pool", "parallel", "sglang_cpu"},
     {"rewards"},
     {"environments", "data"},
     {"models"},
@@ -44,7 +44,7 @@ LEVELS = [
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 # Packages that do without these libraries, wherever in a module they would be imported.
 FORBIDDEN = {
-    "limited": {"torch", "megatron", "sglang", "transformers"},
+    "subprocess_pool": {"torch", "megatron", "sglang", "transformers"},
     "rewards": {"torch", "megatron", "sglang", "transformers"},
     "environments": {"torch", "megatron", "sglang", "transformers"},
     "task": {"torch", "megatron", "sglang", "transformers"},

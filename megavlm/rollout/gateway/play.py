@@ -12,7 +12,6 @@ from megavlm.environments.base import ChatFormat, Step
 from megavlm.inference.generation import GenerateFn
 from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestTimedOut
-from megavlm.limited.failure import CallFailure
 from megavlm.rewards.base import ResponseDetails, Score
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.gateway.server import GatewayServer, new_key
@@ -20,6 +19,7 @@ from megavlm.rollout.gateway.session import GatewaySession, SessionLimits
 from megavlm.rollout.scores import details
 from megavlm.rollout.timed_environment import TimedEnvironment, step_score
 from megavlm.rollout.trajectory import Episode
+from megavlm.subprocess_pool.failure import CallFailure
 
 RETURN_SECONDS = 1.0  # that an agent has to return once it has posted a reward
 

@@ -32,8 +32,6 @@ from megavlm.import_path import IMPORT_PATH
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import require_free
 from megavlm.inference.server_args import option_names
-from megavlm.limited.failure import CallFailure
-from megavlm.limited.wire import frame, json_bytes
 from megavlm.observability.trackers import check_trackers
 from megavlm.rewards import registry
 from megavlm.rewards.base import Example
@@ -42,6 +40,8 @@ from megavlm.run.checks.layout import check_ranks
 from megavlm.run.checks.model_folder import check_checkpoint, check_model
 from megavlm.run.checks.run_lock import check_free
 from megavlm.run.model_paths import check_model_paths
+from megavlm.subprocess_pool.failure import CallFailure
+from megavlm.subprocess_pool.wire import frame, json_bytes
 
 SAMPLE = 2000  # first rows of a data set, whose values and images are checked
 

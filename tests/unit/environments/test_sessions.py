@@ -19,8 +19,8 @@ from megavlm.environments.base import Context
 from megavlm.environments.processes import EnvironmentPool, Local
 from megavlm.environments.sessions import RemoteEnvironment
 from megavlm.environments.single_turn import SingleTurn
-from megavlm.limited.failure import CallFailure
 from megavlm.rewards.base import Example, Score
+from megavlm.subprocess_pool.failure import CallFailure
 from tests.support.timeouts import scaled
 
 ROW = Example("How many?", "3")

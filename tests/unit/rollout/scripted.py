@@ -11,11 +11,11 @@ from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.inference.protocol import Response
 from megavlm.inference.teacher import Teacher
-from megavlm.limited.failure import CallFailure
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.trajectory import Episode, Group
+from megavlm.subprocess_pool.failure import CallFailure
 from tests.conftest import png
 from tests.support.responses import make_response
 

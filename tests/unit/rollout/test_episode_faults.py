@@ -11,12 +11,12 @@ from megavlm.data.processor import Processor, Prompt
 from megavlm.environments.base import Step
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.protocol import Response
-from megavlm.limited.failure import CallFailure
 from megavlm.rewards.base import Example, RewardStop, Score
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout import episodes
 from megavlm.rollout.timed_environment import step_score
 from megavlm.rollout.trajectory import Group
+from megavlm.subprocess_pool.failure import CallFailure
 from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner, fails, graded, play
 
 FAULTY = "user_environments:Faulty"

@@ -9,9 +9,9 @@ import pytest
 
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.environments.base import ChatFormat, Step
-from megavlm.limited.failure import CallFailure
 from megavlm.rewards.base import ResponseDetails
 from megavlm.rollout.timed_environment import TimedEnvironment
+from megavlm.subprocess_pool.failure import CallFailure
 
 LIMIT = 0.4  # seconds
 

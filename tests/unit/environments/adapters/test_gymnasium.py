@@ -13,8 +13,8 @@ from gymnasium import spaces
 
 from megavlm.environments.adapters.gymnasium import Gymnasium
 from megavlm.environments.base import Image, Observation
-from megavlm.limited.failure import CallFailure
 from megavlm.rewards.base import Example
+from megavlm.subprocess_pool.failure import CallFailure
 from tests.unit.environments.adapters.played import (
     ROW,
     ended,

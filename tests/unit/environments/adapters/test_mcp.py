@@ -27,7 +27,7 @@ from megavlm.environments.adapters import mcp
 from megavlm.environments.base import Image, Observation
 from megavlm.environments.processes import EnvironmentPool
 from megavlm.environments.tools.tool import ToolError
-from megavlm.limited.failure import CallFailure
+from megavlm.subprocess_pool.failure import CallFailure
 from tests.support.timeouts import scaled
 from tests.unit.environments.adapters.played import (
     ROW,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megavlm.environments.base import Image, Observation
-from megavlm.limited.failure import CallFailure
+from megavlm.subprocess_pool.failure import CallFailure
 from tests.unit.environments.adapters.played import (
     ROW,
     USER,

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from megavlm.environments.base import Image, Observation
-from megavlm.limited.failure import CallFailure
 from megavlm.rewards.base import Example
+from megavlm.subprocess_pool.failure import CallFailure
 from tests.unit.environments.adapters.played import (
     ended,
     opened,

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from megavlm.limited.failure import CallFailure
-from megavlm.limited.wire import Replies, frame
+from megavlm.subprocess_pool.failure import CallFailure
+from megavlm.subprocess_pool.wire import Replies, frame
 
 START_SECONDS = 120.0
 MAX_OUTPUT = 2**20  # bytes that may be printed in one call

@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
-from megavlm.limited.failure import CallFailure
+from megavlm.subprocess_pool.failure import CallFailure
 
 HEAD = struct.Struct("!Q")
 _BYTES = "\0bytes"  # no user's object has this key

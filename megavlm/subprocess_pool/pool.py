@@ -5,8 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-from megavlm.limited.failure import CallFailure
-from megavlm.limited.process import LimitedProcess
+from megavlm.subprocess_pool.failure import CallFailure
+from megavlm.subprocess_pool.process import LimitedProcess
 
 P = TypeVar("P", bound=LimitedProcess)
 T = TypeVar("T")
