@@ -154,7 +154,7 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
         for group in optimizer.param_groups
     ]
     parts = optimizer.chained_optimizers
-    states = [state] if len(parts) == 1 else [state[place] for place in sorted(state)]
+    states = [state] if len(parts) == 1 else [state[index] for index in sorted(state)]
     for part, saved in zip(parts, states, strict=True):
         if part.optimizer is not None:  # it has parameters
             # megatron-core matches groups by their settings, which the recipe may have changed. The

@@ -120,10 +120,10 @@ class Saver:
 
 def _complete(saves: Sequence[PendingSave], group: dist.ProcessGroup | None) -> None:
     """Complete saves in order. If one fails, the saves after it are abandoned."""
-    for place, pending in enumerate(saves):
+    for index, pending in enumerate(saves):
         try:
             pending.complete(group)
         except CheckpointError:
-            for later in saves[place + 1 :]:
+            for later in saves[index + 1 :]:
                 later.abandon()
             raise

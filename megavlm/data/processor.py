@@ -255,8 +255,8 @@ class Processor:
         """Return a prompt with a note in place of the images of these numbers, from 0."""
         note: list[int] = self._tokenizer(REMOVED_IMAGE, add_special_tokens=False)["input_ids"]
         before = prompt.short_ids
-        places = [place for place, token in enumerate(before) if token in self.vision_token_ids]
-        written = {places[number]: note for number in numbers}
+        indices = [place for place, token in enumerate(before) if token in self.vision_token_ids]
+        written = {indices[number]: note for number in numbers}
         for place in list(written):
             for beside in (place - 1, place + 1):  # the marks of an image's start and end
                 if before[beside] in self._vision_bounds:
@@ -297,9 +297,9 @@ class Processor:
         token_ids: list[int] = []
         bounds = {bound: (0, 0) for turn in turns for bound in turn}  # tokens and images before it
         try:
-            for place, token in enumerate(short_ids):
-                if place in bounds:
-                    bounds[place] = len(token_ids), len(images)
+            for index, token in enumerate(short_ids):
+                if index in bounds:
+                    bounds[index] = len(token_ids), len(images)
                 if token in self.vision_token_ids:
                     starts.append(len(token_ids))
                 if token == self.image_token_id:

@@ -45,8 +45,8 @@ def plan_warm_start(config: Config, steps: int | None) -> WarmStart:
     assert isinstance(config.algorithm, SFT)
     rows = Rows(config.data.train_files, config.data)
     processor = Processor(config.model.folder, config.data, family_of(config.model.folder))
-    places = range(0, len(rows), max(len(rows) // SAMPLE, 1))
-    prompts = [processor.prompt(rows[place]) for place in places]
+    indices = range(0, len(rows), max(len(rows) // SAMPLE, 1))
+    prompts = [processor.prompt(rows[index]) for index in indices]
     if steps is None:
         steps = num_steps(len(rows), prompts, config.algorithm.batch_size)
     ranks = config.parallel.num_ranks

@@ -100,13 +100,13 @@ class GenerationBatch:
     _timed_out: set[int] = field(init=False, default_factory=set)  # places
     _followers: dict[int, asyncio.Task[None]] = field(init=False, default_factory=dict)
     _asked: dict[int, asyncio.Future[Response]] = field(init=False, default_factory=dict)
-    # Limit of tokens and first token with routes, by place
+    # Limit of tokens and first token with routes, by index
     _limits: dict[int, tuple[int | None, int]] = field(init=False, default_factory=dict)
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _waiting: deque[Request] = field(init=False, default_factory=deque)
     _running: dict[ResponseTask, tuple[Request, Address]] = field(init=False, default_factory=dict)
     _ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
-    _attempts: Counter[int] = field(init=False, default_factory=Counter)  # failed attempts by place
+    _attempts: Counter[int] = field(init=False, default_factory=Counter)  # failed attempts by index
     _num_tokens: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -171,31 +171,31 @@ class GenerationBatch:
             )
         return [*requests, *map(self._next_turn, self._asked)]
 
-    def _next_turn(self, place: int) -> Request:
-        prompt, begun = self.prompts[place], tuple(self.groups[place])
-        return Request([place], [prompt], 1, begun, self.limits.slots(prompt), *self._limits[place])
+    def _next_turn(self, index: int) -> Request:
+        prompt, begun = self.prompts[index], tuple(self.groups[index])
+        return Request([index], [prompt], 1, begun, self.limits.slots(prompt), *self._limits[index])
 
     async def _ask(
         self, prompt: "Prompt", most: int | None = None, first_routed: int = 0
     ) -> Response:
         """Return one response to the prompt of a later turn."""
-        place = len(self.prompts)
-        self._limits[place] = most, first_routed
+        index = len(self.prompts)
+        self._limits[index] = most, first_routed
         self.prompts.append(prompt)
         self.groups.append([])
-        answer = self._asked[place] = asyncio.get_running_loop().create_future()
-        self._waiting.append(self._next_turn(place))
+        answer = self._asked[index] = asyncio.get_running_loop().create_future()
+        self._waiting.append(self._next_turn(index))
         self._wake()
         try:
             return await answer
         except asyncio.CancelledError:
-            self._asked.pop(place, None)
+            self._asked.pop(index, None)
             self._wake()
             raise
 
-    def _settle(self, place: int, result: Response | Exception) -> None:
+    def _settle(self, index: int, result: Response | Exception) -> None:
         """Give `ask` its result, unless it is just being cancelled."""
-        answer = self._asked.pop(place)
+        answer = self._asked.pop(index)
         if answer.cancelled():
             return
         if isinstance(result, Exception):
@@ -205,8 +205,8 @@ class GenerationBatch:
 
     def _is_needed(self, request: Request) -> bool:
         """Return False for a later turn whose follower no longer waits for it."""
-        (place, *_) = request.places
-        return place < self._num_first or place in self._asked
+        (index, *_) = request.indices
+        return index < self._num_first or index in self._asked
 
     def _is_complete(self, group: Sequence[Response]) -> bool:
         return self.n == 0 or is_complete(group)
@@ -217,16 +217,16 @@ class GenerationBatch:
         """
         if self.on_complete is None:
             return
-        for place, group in enumerate(self.groups[: self._num_first]):
-            if place not in self._followed and self._is_complete(group):
-                self._followed.add(place)
-                self._start_follower(place, group)
+        for index, group in enumerate(self.groups[: self._num_first]):
+            if index not in self._followed and self._is_complete(group):
+                self._followed.add(index)
+                self._start_follower(index, group)
 
-    def _start_follower(self, place: int, responses: list[Response]) -> None:
+    def _start_follower(self, index: int, responses: list[Response]) -> None:
         assert self.on_complete is not None
-        follower = asyncio.create_task(self.on_complete(place, responses, self._ask))
+        follower = asyncio.create_task(self.on_complete(index, responses, self._ask))
         follower.add_done_callback(lambda _: self._wake())
-        self._followers[place] = follower
+        self._followers[index] = follower
 
     @property
     def _num_complete(self) -> int:
@@ -315,7 +315,7 @@ class GenerationBatch:
                 continue
             self.routing.answered(address.url)
             self.beat()
-            for place, responses in zip(request.places, answers, strict=True):
+            for place, responses in zip(request.indices, answers, strict=True):
                 self.groups[place][:] = responses if _has_tokens(responses) else []
                 self._num_tokens += sum(len(response.token_ids) for response in responses)
                 if place in self._asked and is_complete(self.groups[place]):
@@ -327,12 +327,12 @@ class GenerationBatch:
 
     def _continue_aborted(self, request: Request, address: Address) -> None:
         """Request the rest of responses that were aborted by another client or a weight push."""
-        for place, prompt in zip(request.places, request.prompts, strict=True):
-            if not is_complete(self.groups[place]):
-                begun = tuple(self.groups[place])
+        for index, prompt in zip(request.indices, request.prompts, strict=True):
+            if not is_complete(self.groups[index]):
+                begun = tuple(self.groups[index])
                 slots = self.limits.slots(prompt)
                 further = request.most, request.first_routed
-                rest = Request([place], [prompt], request.n, begun, slots, *further)
+                rest = Request([index], [prompt], request.n, begun, slots, *further)
                 if self.accepts is None:
                     self._retry(rest, address, "it was aborted")
                 else:
@@ -350,8 +350,8 @@ class GenerationBatch:
     ) -> None:
         if not self._is_needed(request):
             return
-        self._attempts.update(request.places)
-        attempts = max(self._attempts[place] for place in request.places)
+        self._attempts.update(request.indices)
+        attempts = max(self._attempts[index] for index in request.indices)
         if attempts >= ATTEMPTS:
             reason = (
                 f"{address.url}/generate did not answer the request of {request.source} in "
@@ -373,25 +373,25 @@ class GenerationBatch:
         for it.
         """
         logger.warning("left out as rollout.on_timeout says: %s", reason)
-        for place in request.places:
-            self.groups[place].clear()
-            if place in self._asked:
-                self._settle(place, RequestTimedOut(reason))
+        for index in request.indices:
+            self.groups[index].clear()
+            if index in self._asked:
+                self._settle(index, RequestTimedOut(reason))
             else:
-                self._timed_out.add(place)
-                self._start_follower(place, [])
+                self._timed_out.add(index)
+                self._start_follower(index, [])
 
     def _drop_sampled(self, request: Request, address: Address, error: RequestRefused) -> bool:
         """Handle the refusal of a request with sampled tokens: a later turn's `ask` raises it, a
         continued group starts again from its prompt. Returns False for a request without sampled
         tokens.
         """
-        (place, *_) = request.places
-        if place in self._asked:
-            self.groups[place].clear()
-            self._settle(place, error)
+        (index, *_) = request.indices
+        if index in self._asked:
+            self.groups[index].clear()
+            self._settle(index, error)
         elif request.begun:
-            self.groups[place].clear()
+            self.groups[index].clear()
             self._retry(replace(request, begun=()), address, str(error))
         else:
             return False

@@ -80,13 +80,13 @@ class Request:
     """A request for n new responses to each of `prompts`, or for the rest of one prompt's aborted
     responses `begun`.
 
-    places: Index of each prompt in the batch. slots: Slots of a server that it takes. most: Limit
+    indices: Index of each prompt in the batch. slots: Slots of a server that it takes. most: Limit
     of a response's tokens, if it is below the sampling's. first_routed: The first token of a prompt
     whose routes are not known from earlier turns. not_before: Event loop time before which
     it is not sent. last_url: The server at which it failed last.
     """
 
-    places: list[int]
+    indices: list[int]
     prompts: Sequence["Prompt"]
     n: int
     begun: Sequence[Response] = ()
@@ -236,12 +236,12 @@ def make_requests(
         skipped: Indices of prompts that get no request.
     """
     continued = [
-        Request([place], [prompts[place]], n, responses, limits.slots(prompts[place]))
-        for place, responses in enumerate(begun)
+        Request([index], [prompts[index]], n, responses, limits.slots(prompts[index]))
+        for index, responses in enumerate(begun)
         if any(not r.is_complete for r in responses)
     ]
     fresh = [p for p, responses in enumerate(begun) if not responses and p not in skipped]
-    needed = sum(limits.slots(prompts[place]) for place in fresh)
+    needed = sum(limits.slots(prompts[index]) for index in fresh)
     size = min(  # size of a request in slots
         PROMPTS_PER_REQUEST,
         max(1, TOKENS_PER_REQUEST // sampling_params.max_new_tokens),
@@ -249,13 +249,13 @@ def make_requests(
         -(-needed // num_servers) or 1,
     )
     requests: list[Request] = []
-    for place in fresh:
-        slots = limits.slots(prompts[place])
+    for index in fresh:
+        slots = limits.slots(prompts[index])
         last = requests[-1] if requests else None
         if last is None or last.slots + slots > size:
-            requests.append(Request([place], [prompts[place]], n, slots=slots))
+            requests.append(Request([index], [prompts[index]], n, slots=slots))
         else:
-            last.places.append(place)
-            last.prompts = [*last.prompts, prompts[place]]
+            last.indices.append(index)
+            last.prompts = [*last.prompts, prompts[index]]
             last.slots += slots
     return [*continued, *requests]

@@ -26,7 +26,7 @@ def scatter(parts: Sequence[bytes] | None, mesh: "Mesh") -> bytes:
     # (i - 1) // 2 and forwards to 2 i + 1 and 2 i + 2. Of members [4, 5, 6, 7, 8], rank 4 sends to
     # 5 and 6, and 5 to 7 and 8. Index 0 receives from the driver, which is index 0 of data rank 0.
     members = [rank for rank, data in enumerate(mesh.data_ranks) if data == mesh.data_rank]
-    place = members.index(mesh.rank)
+    index = members.index(mesh.rank)
     sent = []
     if parts is not None:
         part = parts[0]
@@ -34,8 +34,8 @@ def scatter(parts: Sequence[bytes] | None, mesh: "Mesh") -> bytes:
             to = mesh.data_ranks.index(data_rank)  # the first rank of that data rank
             sent.append(_Sent(parts[data_rank], to, mesh.objects))
     else:
-        part = receive(members[(place - 1) // 2] if place else 0, mesh.objects)
-    for child in members[2 * place + 1 : 2 * place + 3]:
+        part = receive(members[(index - 1) // 2] if index else 0, mesh.objects)
+    for child in members[2 * index + 1 : 2 * index + 3]:
         sent.append(_Sent(part, child, mesh.objects))
     # Nothing deadlocks: a rank only receives from its parent, and every rank starts all its sends
     # before it waits for any.

@@ -14,7 +14,7 @@ T = TypeVar("T")  # a group
 class StreamBatch(Generic[T]):
     """Groups of a step that are handed over together.
 
-    places: Place of each group among the groups that the step trains on, in the order in which
+    indices: Index of each group among the groups that the step trains on, in the order in which
     their prompts were drawn. is_last: True if no other groups of the step follow. left_out:
     Groups that the step sampled and does not train on (dynamic sampling).
 
@@ -24,7 +24,7 @@ class StreamBatch(Generic[T]):
     """
 
     groups: Sequence[T]
-    places: Sequence[int]
+    indices: Sequence[int]
     is_last: bool = True
     left_out: Sequence[T] = ()
 
@@ -84,10 +84,10 @@ class GroupBuffer(Generic[T]):
         self._kept: list[T] = []  # lost in this step, for a later one
         self._allowed = 0  # prompts that may start now
         self._rounds = 0  # rounds left in this step
-        self._places: list[int] = []  # places of this round that wait for a group
+        self._indices: list[int] = []  # places of this round that wait for a group
         self._free: list[int] = []  # places whose groups had no signal
         self._flat: list[Started[T]] = []  # groups without signal
-        self._ready: dict[int, Started[T]] = {}  # to be handed over, by place
+        self._ready: dict[int, Started[T]] = {}  # to be handed over, by index
         self._dropped = self._lost = 0  # groups of this step
 
     def begin(self, version: int) -> None:
@@ -97,7 +97,7 @@ class GroupBuffer(Generic[T]):
         steps = self.window.steps_started if self.version is None else 1
         self._allowed += math.ceil(steps * self.window.per_step)
         self.version, self._rounds = version, self.window.rounds
-        self._places, self._free, self._flat = [*range(self.window.per_step)], [], []
+        self._indices, self._free, self._flat = [*range(self.window.per_step)], [], []
         for item in list(self._started):
             self._drop_old(item)
 
@@ -135,32 +135,32 @@ class GroupBuffer(Generic[T]):
         step at once. Groups without signal wait for the last streamed batch, which takes as many as
         are needed.
         """
-        assert self._places, "a step has begun"
+        assert self._indices, "a step has begun"
         chosen = self._choose()
-        if len(chosen) < len(self._places) and not self._is_batch(chosen, least_tokens):
+        if len(chosen) < len(self._indices) and not self._is_batch(chosen, least_tokens):
             return None
-        for place, item in chosen.items():
+        for index, item in chosen.items():
             self._started.remove(item)
-            self._places.remove(place)
+            self._indices.remove(index)
             if self.window.rounds and not item.has_signal:
-                self._free.append(place)
+                self._free.append(index)
                 self._flat.append(item)
             else:
-                self._ready[place] = item
-        if not self._places and self._free and self._rounds:
-            self._places, self._free = sorted(self._free), []
+                self._ready[index] = item
+        if not self._indices and self._free and self._rounds:
+            self._indices, self._free = sorted(self._free), []
             self._rounds -= 1
-            self._allowed += len(self._places)
-        is_last, left_out = not self._places, self._flat[len(self._free) :]
+            self._allowed += len(self._indices)
+        is_last, left_out = not self._indices, self._flat[len(self._free) :]
         if is_last:
             self._ready |= zip(sorted(self._free), self._flat, strict=False)
             self._waiting, self._kept = self._waiting + self._kept, []
         elif not self._is_batch({}, least_tokens):
             return None
-        places, ready, self._ready = sorted(self._ready), self._ready, {}
+        indices, ready, self._ready = sorted(self._ready), self._ready, {}
         return StreamBatch(
-            [ready[place].group for place in places],
-            places,
+            [ready[index].group for index in indices],
+            indices,
             is_last,
             tuple(item.group for item in left_out) if is_last else (),
         )
@@ -186,14 +186,14 @@ class GroupBuffer(Generic[T]):
         self._waiting = list(groups)
 
     def _choose(self) -> dict[int, Started[T]]:
-        """Return the groups that the step can take now, by place."""
-        first = self._started[: len(self._places)]
+        """Return the groups that the step can take now, by index."""
+        first = self._started[: len(self._indices)]
         if self.window.order == "oldest":
             first = sorted(filter(_is_played, self._started), key=lambda item: item.version)
-            first = first[: len(self._places)]
+            first = first[: len(self._indices)]
             while first and not self._leaves_room(first):
                 first.pop()
-        return {p: item for p, item in zip(self._places, first, strict=False) if _is_played(item)}
+        return {p: item for p, item in zip(self._indices, first, strict=False) if _is_played(item)}
 
     def _leaves_room(self, chosen: Sequence[Started[T]]) -> bool:
         """Return True if the step can take `chosen` and still all groups that cannot wait: those
@@ -206,7 +206,7 @@ class GroupBuffer(Generic[T]):
         # Example: weights 5, staleness 1, 2 groups a step. A and B were sampled by weights 4, so
         # they are due now, and B still plays; C is of weights 5. If the step took A and C, B would
         # be too old in the next one. So the step takes A now, and then waits for B.
-        wanted = len(self._places)
+        wanted = len(self._indices)
         for later in range(self.window.staleness + 1):
             last = self.version - self.window.staleness + later  # newest weights that are due
             due = sum(item.version <= last for item in self._started)

@@ -165,9 +165,9 @@ class EpisodeRunner:
         for group, received in zip(groups, responses, strict=True):
             group.responses = received  # filled while they arrive
 
-        async def on_complete(place: int, complete: Sequence[Response], ask: GenerateFn) -> None:
-            await self.play_group(groups[place], complete, ask)
-            played(groups[place])
+        async def on_complete(index: int, complete: Sequence[Response], ask: GenerateFn) -> None:
+            await self.play_group(groups[index], complete, ask)
+            played(groups[index])
 
         # The first turn of a group is one request prompt with n responses. From the second turn on,
         # each episode has a prompt of its own.

@@ -45,9 +45,9 @@ def evaluate_models(config: Config, progress: Progress) -> None:
     ]
     names = [config.evaluation.model, *filter(None, [config.evaluation.baseline])]
     results, candidates = [], []
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         # Separate run directories give each server its own log.
-        home = Path(config.run.dir, "baseline") if place else Path(config.run.dir)
+        home = Path(config.run.dir, "baseline") if index else Path(config.run.dir)
         home.mkdir(exist_ok=True)
         own = replace(config, run=replace(config.run, dir=str(home)))
         with (
@@ -61,7 +61,7 @@ def evaluate_models(config: Config, progress: Progress) -> None:
             with closing(player):
                 progress.begin(f"evaluating {shown}")
                 # Blind and shuffled measures are made for the first model only.
-                results += [player.measures()] if place == 0 else []
+                results += [player.measures()] if index == 0 else []
                 candidates.append(player.candidate(shown))
     write_files(Path(config.run.dir), results[0], candidates, sections)
 

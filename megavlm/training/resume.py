@@ -45,8 +45,8 @@ def model_identity(folder: Path) -> dict[str, str]:
             length = int.from_bytes(file.read(8), "little")
             digest.update(file.read(length))
             room = max(0, path.stat().st_size - 8 - length - _SAMPLE)
-            for place in range(_SAMPLES):
-                file.seek(8 + length + place * room // (_SAMPLES - 1))
+            for index in range(_SAMPLES):
+                file.seek(8 + length + index * room // (_SAMPLES - 1))
                 digest.update(file.read(_SAMPLE))
     return {"path": str(folder), "digest": digest.hexdigest()}
 

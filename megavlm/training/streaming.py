@@ -74,7 +74,7 @@ class StepGroups:
     def __init__(self, settings: PolicyOptimization) -> None:
         self._settings = settings
         self._size = settings.prompts_per_step // settings.minibatches
-        self._by_place: dict[int, Group] = {}
+        self._by_index: dict[int, Group] = {}
         self._left_out: Sequence[Group] = ()
         self.num_stream_batches = 0
         self.denominator: float | None = None  # assumed denominator; None if the step is one batch
@@ -84,30 +84,30 @@ class StepGroups:
         them.
         """
         self.num_stream_batches += 1
-        by_place = dict(zip(streamed.places, streamed.groups, strict=True))
-        self._by_place |= by_place
+        by_index = dict(zip(streamed.indices, streamed.groups, strict=True))
+        self._by_index |= by_index
         self._left_out = streamed.left_out
         if streamed.is_last:
-            self.loss_scales = [*map(self._scale, self._split(self._by_place))]
+            self.loss_scales = [*map(self._scale, self._split(self._by_index))]
         elif self.num_stream_batches == 1:
             of_group = denominator_of(streamed.groups, self._settings) / len(streamed.groups)
             self.denominator = max(of_group * self._size, 1.0)
-        return self._split(by_place)
+        return self._split(by_index)
 
     @property
     def trained(self) -> list[Group]:
         """The groups to train on, in the order in which their prompts were drawn."""
-        return [self._by_place[place] for place in sorted(self._by_place)]
+        return [self._by_index[index] for index in sorted(self._by_index)]
 
     @property
     def sampled(self) -> list[Group]:
         """All groups of the step, first the ones to train on."""
         return [*self.trained, *self._left_out]
 
-    def _split(self, by_place: Mapping[int, Group]) -> list[list[Group]]:
+    def _split(self, by_index: Mapping[int, Group]) -> list[list[Group]]:
         minibatches: list[list[Group]] = [[] for _ in range(self._settings.minibatches)]
-        for place in sorted(by_place):
-            minibatches[place // self._size].append(by_place[place])
+        for index in sorted(by_index):
+            minibatches[index // self._size].append(by_index[index])
         return minibatches
 
     def _scale(self, minibatch: Sequence[Group]) -> float:

@@ -83,10 +83,10 @@ class TrainerRanks:
         shards, first, size = self._shards(entry)
         period = size * (1 if entry.expert is None else self.layout.expert)
         stage = self.first_of(self.stage(entry))
-        places = range(shard, shard + (1 if shards == size else size))
+        indices = range(shard, shard + (1 if shards == size else size))
         start = first - stage
         return tuple(
-            stage + offset for offset in range(self.per_stage) if offset % period - start in places
+            stage + offset for offset in range(self.per_stage) if offset % period - start in indices
         )
 
     def _shards(self, entry: Entry) -> tuple[int, int, int]:

@@ -32,12 +32,12 @@ ARRIVALS = {
 }
 
 
-def long_group(prompt: Prompt, place: int) -> Group:
+def long_group(prompt: Prompt, index: int) -> Group:
     episodes = []
     for number in range(RESPONSES):
         episode, tokens = Episode(prompt), range(LENGTH)
         response = make_response(tokens, [-5.5] * LENGTH, "stop", "0")
-        reward = float((place + number) % 2)
+        reward = float((index + number) % 2)
         episode.add_turn(response, "", reward, Score(reward, False), None)
         episodes.append(episode)
     return Group(prompt, episodes=episodes)

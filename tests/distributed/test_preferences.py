@@ -303,7 +303,7 @@ def free_rewards(path: Path) -> list[float]:
     model, pairs = Reference(Path(config.model.folder)), prompts(config)[:BATCH]
     sums = [0.0, 0.0]
     for prompt in pairs:
-        for place, response in enumerate((prompt.answer_ids, prompt.rejected_ids)):
+        for index, response in enumerate((prompt.answer_ids, prompt.rejected_ids)):
             logprobs = model.scores(prompt, response).logprobs(response)
-            sums[place] += BETA * float(logprobs.sum()) / BATCH
+            sums[index] += BETA * float(logprobs.sum()) / BATCH
     return sums

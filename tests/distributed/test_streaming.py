@@ -47,8 +47,8 @@ def train(recipe: Path, overrides: Sequence[str]) -> Any:
         for updater_number, updater in enumerate(updaters)
         for number, part in enumerate(updater.optimizer.chained_optimizers)
         if part.optimizer is not None
-        for place, state in enumerate(part.optimizer.state.values())
-        for name, value in {f"{place} {key}": x for key, x in state.items()}.items()
+        for index, state in enumerate(part.optimizer.state.values())
+        for name, value in {f"{index} {key}": x for key, x in state.items()}.items()
         if "exp_avg" in name and "sq" not in name
     }
     weights = {

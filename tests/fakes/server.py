@@ -145,7 +145,7 @@ class FakeServer(Served):
         if aborted:
             tokens = [*range(50, 50 + self.num_held_tokens)]
             finish = {"type": "abort", "message": "Aborted"}
-        logprobs = [-0.5 - place for place in range(len(tokens))]
+        logprobs = [-0.5 - index for index in range(len(tokens))]
         return {
             "text": "",
             "output_ids": tokens,

@@ -34,9 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         found = item.callspec.params.get("family", PLAIN) if hasattr(item, "callspec") else PLAIN
         return "" if found == PLAIN else found
 
-    places = [i for i, item in enumerate(items) if "servers" in getattr(item, "fixturenames", ())]
-    for place, item in zip(places, sorted((items[i] for i in places), key=family), strict=True):
-        items[place] = item
+    indices = [i for i, item in enumerate(items) if "servers" in getattr(item, "fixturenames", ())]
+    for index, item in zip(indices, sorted((items[i] for i in indices), key=family), strict=True):
+        items[index] = item
 
 
 @dataclass(frozen=True)

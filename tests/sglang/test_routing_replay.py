@@ -125,7 +125,7 @@ def test_turns_and_continued_responses_have_the_routes_of_each_request(
     following = routed.processor.next_turn(prompt, said, row)
     known = continued.first_unrouted(len(prompt.token_ids))
 
-    async def on_complete(place: int, responses: Sequence[Response], ask: GenerateFn) -> None:
+    async def on_complete(index: int, responses: Sequence[Response], ask: GenerateFn) -> None:
         last = await ask(following, first_routed=known)
         assert last.routed_experts is not None
         assert (

@@ -34,7 +34,7 @@ GRIDS = [[1, 4, 4], [1, 20, 12], [1, 20, 12], [1, 2, 30], [2, 8, 6]]
 def difference(family: str) -> tuple[float, float]:
     """Return the largest difference and the largest magnitude of a tower's features."""
     sizes = TinySizes(full_attention_blocks=[1] if family == "qwen2_5_vl" else None)
-    ids = {token: place for place, token in enumerate(SPECIAL_TOKENS)}
+    ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
     config = tiny_config(family, sizes, 64, ids).vision_config
     torch.manual_seed(0)
     tower = TOWERS[family](config, norm_eps=1e-6)

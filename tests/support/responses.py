@@ -24,7 +24,7 @@ def routed(response: Response, tokens: Sequence[int], first: int = 0) -> Respons
     """Return a response with routed experts [R, 2, 2] of the tokens from `first` on; they tell
     tokens and places apart. tokens: Those of the prompt and the response.
     """
-    rows = [[[token % 250, place], [place, 5]] for place, token in enumerate(tokens)][first:-1]
+    rows = [[[token % 250, index], [index, 5]] for index, token in enumerate(tokens)][first:-1]
     return replace(response, routed_experts=np.array(rows, np.uint8).reshape(-1, 2, 2))
 
 

@@ -40,10 +40,10 @@ def write_files(folder: Path) -> Path:
     sizes = [(64, 64), (96, 64), (64, 128), (64, 64), (128, 96), (96, 96)]
     rows = [
         row(
-            problem="<image>" * (place != 3) + f"How many? {place}",
-            images=[{"bytes": image(*size, place), "path": None}][: place != 3],
+            problem="<image>" * (index != 3) + f"How many? {index}",
+            images=[{"bytes": image(*size, index), "path": None}][: index != 3],
         )
-        for place, size in enumerate(sizes)
+        for index, size in enumerate(sizes)
     ]
     write_rows(folder / "rows.parquet", rows)
     return folder
@@ -106,17 +106,17 @@ class Source:
         pass
 
 
-def group(prompt: Prompt, version: int, place: int) -> Group:
+def group(prompt: Prompt, version: int, index: int) -> Group:
     """Return a played group, always the same. Its lengths and rewards differ much from others'; one
     response is cut, and one is skipped.
     """
-    generator = np.random.default_rng(100 * version + place)
+    generator = np.random.default_rng(100 * version + index)
     episodes = []
     for number in range(RESPONSES):
-        length = int(generator.integers(1, 4 + 4 * place))
+        length = int(generator.integers(1, 4 + 4 * index))
         tokens = tuple(generator.integers(0, 250, length).tolist())
         logprobs = tuple(generator.normal(-5.5, 0.5, length).tolist())
-        is_cut, is_skipped = (place, number) == (4, 1), (place, number) == (0, 2)
+        is_cut, is_skipped = (index, number) == (4, 1), (index, number) == (0, 2)
         finish = "length" if is_cut else "stop"
         reward = float(generator.integers(0, 3)) / 2
         score = Score(reward, False, failure="timeout" if is_skipped else None, skipped=is_skipped)

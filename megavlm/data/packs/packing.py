@@ -285,11 +285,11 @@ def preference_tree(
     """
     responses = (prompt.answer_ids, prompt.rejected_ids)
     columns = []
-    for place, response in enumerate(responses):
+    for index, response in enumerate(responses):
         size = len(response)
         ids, zeros = torch.full((size,), number), torch.zeros(size)
         no = torch.zeros(size, dtype=torch.bool)
-        mean = None if reference is None else reference[place] / size
+        mean = None if reference is None else reference[index] / size
         columns.append(
             TargetColumns(
                 rewards=zeros,
@@ -301,7 +301,7 @@ def preference_tree(
                 has_reward=no,
                 is_stale=no,
                 reference_logprobs=None if mean is None else torch.full((size,), mean).double(),
-                is_chosen=~no if place == 0 else no,
+                is_chosen=~no if index == 0 else no,
             )
         )
     return prompt_tree(prompt, responses, columns)

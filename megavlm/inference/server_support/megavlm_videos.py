@@ -100,8 +100,8 @@ def processed(prompt: list[int], text: str, token_ids: tuple[int, int]) -> Any:
     )
 
 
-def _runs(places: list[int]) -> list[tuple[int, int]]:
+def _runs(indices: list[int]) -> list[tuple[int, int]]:
     """Return the first and last place of each run of consecutive places."""
-    ends = [a for a, b in pairwise(places) if b > a + 1]
-    starts = [b for a, b in pairwise(places) if b > a + 1]
-    return list(zip([places[0], *starts], [*ends, places[-1]], strict=True))
+    ends = [a for a, b in pairwise(indices) if b > a + 1]
+    starts = [b for a, b in pairwise(indices) if b > a + 1]
+    return list(zip([indices[0], *starts], [*ends, indices[-1]], strict=True))

@@ -91,12 +91,12 @@ def checksum(content: torch.Tensor) -> torch.Tensor:
     """
     count = len(content) // 8
     total = torch.zeros(2, dtype=torch.int64, device=content.device)
-    places = torch.arange(1, min(count, WORDS) + 1, device=content.device)
+    indices = torch.arange(1, min(count, WORDS) + 1, device=content.device)
     for start in range(0, count, WORDS):
         words = content[8 * start : 8 * min(start + WORDS, count)].view(torch.int64)
         part = words.sum()
         total[0] += part
-        total[1] += (words * places[: len(words)]).sum() + start * part
+        total[1] += (words * indices[: len(words)]).sum() + start * part
     if len(content) % 8:
         rest = torch.zeros(8, dtype=torch.uint8, device=content.device)
         rest[: len(content) % 8] = content[8 * count :]

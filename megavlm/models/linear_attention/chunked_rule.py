@@ -86,14 +86,14 @@ def chunk_gated_delta_rule(
         outputs.append(query[step] @ state + scores[step] @ writes)
         state = state * kept[step] + key[step].mT @ writes
     final.append(state)
-    output = torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, chunks.places)
+    output = torch.cat(outputs).transpose(1, 2).flatten(0, 1).index_select(0, chunks.indices)
     states = torch.cat(final[::-1]).index_select(0, chunks.sequences.argsort())
     return output.unsqueeze(0).to(v.dtype), states if output_final_state else None
 
 
 class _Chunks(NamedTuple):
     tokens: Tensor  # [n, c] token of each place; T if the place is empty
-    places: Tensor  # [T] place of each token among the n x c
+    indices: Tensor  # [T] index of each token among the n x c
     steps: tuple[slice, ...]  # first chunks of all sequences, second chunks where they exist, ...
     sequences: Tensor  # [N] the sequences, longest first
 
@@ -114,8 +114,8 @@ def _chunks(sizes: list[int], device: torch.device) -> _Chunks:
         first += going
     index = torch.cat(rows)
     # Empty places have token T and are sorted behind the others.
-    places = index.flatten().argsort()[:total]
-    return _Chunks(index.to(device), places.to(device), tuple(steps), sequences.to(device))
+    indices = index.flatten().argsort()[:total]
+    return _Chunks(index.to(device), indices.to(device), tuple(steps), sequences.to(device))
 
 
 def _cut(x: Tensor, index: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class Level:
     token_index: Tensor | None  # [l] pack index of each token; None for the unchanged pack
     bounds: Tensor  # [n + 1] int64, first token of each segment, then l
     host_bounds: Tensor  # the same on the host
-    parents: Tensor | None  # [n] place of each segment's parent in the previous level; None: roots
+    parents: Tensor | None  # [n] index of each segment's parent in the previous level; None: roots
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TreeScan:
 
     taps: Tensor  # [W - 1, T] pack index of the 1st, 2nd, .. token before each, T if there is none
     levels: tuple[Level, ...]
-    order: Tensor | None  # [T] place of each token among the levels' tokens; None: pack order
+    order: Tensor | None  # [T] index of each token among the levels' tokens; None: pack order
 
 
 def tree_scan(layout: PackLayout, width: int) -> TreeScan:
@@ -73,8 +73,8 @@ def _taps(parents: Sequence[int], bounds: Sequence[int], count: int) -> Tensor:
         first, end = bounds[segment], bounds[segment + 1]
         before = tails[parent] if parent >= 0 else []
         before = [*before, *[total] * (count - len(before))]
-        for place in range(min(count, end - first)):  # tokens that look back beyond the segment
-            taps[place:, first + place] = torch.tensor(before[: count - place])
+        for index in range(min(count, end - first)):  # tokens that look back beyond the segment
+            taps[index:, first + index] = torch.tensor(before[: count - index])
         tails.append([*range(end - 1, max(first, end - count) - 1, -1), *before][:count])
     return taps
 

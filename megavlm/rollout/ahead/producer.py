@@ -150,7 +150,7 @@ class Producer:
         measures: dict[str, float] = {}
         if streamed.is_last:
             measures, self._idle = self._engine.measures | {"servers_idle": self._idle}, 0.0
-        self._connection.send(("batch", streamed.places, streamed.is_last, measures))
+        self._connection.send(("batch", streamed.indices, streamed.is_last, measures))
         groups = SharedPickle.of([*streamed.groups, *streamed.left_out], _GroupPickler)
         groups.send(self._connection, self._parent)
 

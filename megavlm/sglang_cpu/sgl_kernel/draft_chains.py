@@ -58,10 +58,10 @@ def build_tree_kernel_efficient_cpu(
 ) -> None:
     """Write positions and links of chains of `width` tokens. `mask` is for trees only."""
     assert topk == 1, "on a CPU, drafts are chains: set speculative_eagle_topk=1"
-    places = torch.arange(width)
-    positions.copy_((seq_lens[:, None] + places).flatten())
+    indices = torch.arange(width)
+    positions.copy_((seq_lens[:, None] + indices).flatten())
     retrieve_index.copy_(torch.arange(len(seq_lens) * width).view(-1, width))
-    retrieve_next_token[:, :-1] = places[1:]
+    retrieve_next_token[:, :-1] = indices[1:]
 
 
 def verify_tree_greedy_cpu(

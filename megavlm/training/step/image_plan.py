@@ -34,8 +34,8 @@ class ImagePlan:
 
     def indices(self, keys: Sequence[str]) -> list[int]:
         """Return the index of each distinct key, in order of first occurrence."""
-        places = {key: index for index, key in enumerate(self.keys)}
-        return [places[key] for key in dict.fromkeys(keys)]
+        indices = {key: index for index, key in enumerate(self.keys)}
+        return [indices[key] for key in dict.fromkeys(keys)]
 
     def shares_of(self, indices: Sequence[int]) -> list[list[int]]:
         """Return the images of a pack that each slot encodes, as positions in `indices`."""

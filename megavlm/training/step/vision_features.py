@@ -126,7 +126,7 @@ def _encode_once(
         if device_bytes < 0:
             rows = _to_host(rows)
         # `order` is by sender, so it differs from the order of the plan.
-        pieces = rows.split([num_tokens[place] for place in order])
+        pieces = rows.split([num_tokens[index] for index in order])
         features |= {plan.keys[indices[p]]: x for p, x in zip(order, pieces, strict=True)}
     return features
 

@@ -52,9 +52,9 @@ class ServerRequests:
         attempt, limit = sending.attempt, self._timeout * (schedule.rounds + 1)
         pool = ThreadPoolExecutor(max(1, len(attempt.loading)), "requests")
         content_of, requests = cache(partial(_content, schedule)), dict[Future[Any], str]()
-        for place, url in enumerate(attempt.loading):
+        for index, url in enumerate(attempt.loading):
             ranks = range(attempt.layouts[url].tensor_parallel)
-            tasks = [self._task(attempt, schedule, place, rank, content_of) for rank in ranks]
+            tasks = [self._task(attempt, schedule, index, rank, content_of) for rank in ranks]
             body = {
                 "serialized_named_tensors": [
                     payload([(json.dumps(task), torch.empty(0))]) for task in tasks
@@ -106,9 +106,9 @@ class ServerRequests:
         rendezvous, refused = attempt.rendezvous, dict[str, str]()
         absent = {"error": f"it did not reach {rendezvous.host}:{rendezvous.port}"}
         self.answers = {}
-        for place, url in enumerate(attempt.loading):
+        for index, url in enumerate(attempt.loading):
             for rank in range(attempt.layouts[url].tensor_parallel):
-                answer = self._store.take_answer(rendezvous, place, rank)
+                answer = self._store.take_answer(rendezvous, index, rank)
                 if answer is None and not complete:
                     continue
                 self.answers[url, rank] = answer = answer or absent

@@ -117,11 +117,11 @@ def table(
         "|---|---|---|---|---|",
     ]
     for name, points in measured.items():
-        for place, (x, is_) in enumerate(points.items()):
+        for index, (x, is_) in enumerate(points.items()):
             should = modelled[name][x]
             cells = [f"{is_[who]:.2f} s, {should[who]:.2f} s" for who in (OURS, THEIRS)]
             faster = [f"{point[THEIRS] / point[OURS]:.1f} x" for point in (is_, should)]
-            head = "" if place else name
+            head = "" if index else name
             lines.append(f"| {head} | {x} | {' | '.join(cells)} | {', '.join(faster)} |")
     return lines
 

@@ -23,7 +23,7 @@ class Row:
     def sequences(self) -> list[list[int]]:
         """The places of each sequence's tokens."""
         return [
-            [place for place, owner in enumerate(self.ids) if owner == sequence]
+            [index for index, owner in enumerate(self.ids) if owner == sequence]
             for sequence in range(self.num)
         ]
 

@@ -77,12 +77,12 @@ def test_no_flipped_byte_is_read(tmp_path: Path) -> None:
     path = tmp_path / "__0_0.distcp"
     whole = path.read_bytes()
     refused = 0
-    for place in range(len(whole)):
+    for index in range(len(whole)):
         damaged = bytearray(whole)
-        damaged[place] ^= 1 << place % 8
+        damaged[index] ^= 1 << index % 8
         path.write_bytes(damaged)
         try:
-            assert torch.equal(reader.read("x"), WHOLE), place
+            assert torch.equal(reader.read("x"), WHOLE), index
         except ValueError as error:
             refused += 1
             assert "__0_0.distcp is damaged" in str(error) or "holds torch." in str(error)

@@ -363,13 +363,13 @@ def test_adapters_are_not_left_behind(hf: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_flipped_bit_is_named_and_the_step_before_loads(
-    hf: Path, steps: Path, file: str, place: int | None
+    hf: Path, steps: Path, file: str, index: int | None
 ) -> None:
     """No rank reads a file before another has found that it is damaged."""
     path = step_folder(steps, 2) / file
     data = bytearray(path.read_bytes())
-    assert place is None or data[2] == 0x95, "a frame"
-    data[place or len(data) // 2] ^= 128
+    assert index is None or data[2] == 0x95, "a frame"
+    data[index or len(data) // 2] ^= 128
     path.write_bytes(data)
     first, second = launch(2, load_error, hf, TP2, steps, None, False)
     assert first == second == f"{path} is damaged: its checksum differs from its manifest."

@@ -31,7 +31,7 @@ def sizes(prompts: list[Prompt], limits: RequestLimits) -> list[tuple[int, int]]
     """Return the prompts and the slots of each request."""
     begun: list[list[object]] = [[] for _ in prompts]
     requests = make_requests(prompts, 2, SHORT, begun, limits, num_servers=1)  # type: ignore[arg-type]
-    assert [place for request in requests for place in request.places] == [*range(len(prompts))]
+    assert [index for request in requests for index in request.indices] == [*range(len(prompts))]
     assert [p for request in requests for p in request.prompts] == prompts
     return [(request.num_prompts, request.slots) for request in requests]
 
@@ -51,7 +51,7 @@ def test_a_large_prompt_is_not_overtaken() -> None:
         groups = generate(client, prompts, n=1, sampling_params=LONG)
         asked = [body["input_ids"][0][0] for body in fake.bodies("/generate")]
     assert asked == [0, 1, 2, 3, 4]
-    assert [tuple(group[0].token_ids) for group in groups] == [(place, 0) for place in range(5)]
+    assert [tuple(group[0].token_ids) for group in groups] == [(index, 0) for index in range(5)]
 
 
 def test_images_hold_no_responses_places_on_a_gpu() -> None:

@@ -27,9 +27,9 @@ def test_a_group_is_followed_by_its_next_turn_while_another_is_generated() -> No
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
         fake.held, fake.held_once = {2}, True
 
-        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
-            events.append((place, [response.token_ids.tolist() for response in responses]))
-            if place == 0:
+        async def on_complete(index: int, responses: list[Response], ask: Any) -> None:
+            events.append((index, [response.token_ids.tolist() for response in responses]))
+            if index == 0:
                 events.append((await ask(make_prompt(first_id=9))).token_ids.tolist())
                 fake.aborted.set()
 
@@ -46,13 +46,13 @@ def test_with_no_responses_all_groups_are_followed_at_once() -> None:
     started: list[int] = []
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
 
-        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(index: int, responses: list[Response], ask: Any) -> None:
             assert not responses
-            started.append(place)
+            started.append(index)
             while len(started) < 3:
                 await asyncio.sleep(0.01)
-            said = await ask(make_prompt(first_id=place), 7 if place else None)
-            assert said.token_ids.tolist() == [place, 0]
+            said = await ask(make_prompt(first_id=index), 7 if index else None)
+            assert said.token_ids.tolist() == [index, 0]
 
         groups = generate(
             client,
@@ -71,7 +71,7 @@ def test_a_next_turn_that_was_aborted_keeps_its_limit() -> None:
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
         fake.held, fake.held_once, fake.num_held_tokens = {9}, True, 3
 
-        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(index: int, responses: list[Response], ask: Any) -> None:
             asking = asyncio.create_task(ask(make_prompt(first_id=9), 7))
             while not fake.bodies("/generate"):
                 await asyncio.sleep(0.01)
@@ -94,7 +94,7 @@ def test_a_next_turn_that_is_cancelled_is_forgotten() -> None:
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
         fake.held = {8}
 
-        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(index: int, responses: list[Response], ask: Any) -> None:
             asking = asyncio.create_task(ask(make_prompt(first_id=8)))
             while not fake.bodies("/generate"):
                 await asyncio.sleep(0.01)
@@ -119,7 +119,7 @@ def test_a_next_turn_waits_for_a_refit_and_is_asked_again() -> None:
             refits.append(1)
             push(pool, 1, (fake,))
 
-        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(index: int, responses: list[Response], ask: Any) -> None:
             fake.weight_version = "0"  # it restarts between the turns
             assert (await ask(make_prompt(first_id=9))).weight_version == "1"
 
@@ -147,9 +147,9 @@ def test_a_group_whose_requests_time_out_is_left_out_and_the_others_are_answered
         fake.held = {2}
         gone = asyncio.Event()
 
-        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
-            events.append((place, len(responses)))
-            if place == 1:
+        async def on_complete(index: int, responses: list[Response], ask: Any) -> None:
+            events.append((index, len(responses)))
+            if index == 1:
                 fake.weight_version = "0"
                 gone.set()
                 return
@@ -178,7 +178,7 @@ def test_a_next_turn_that_times_out_raises_where_it_was_asked() -> None:
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), SHORT) as client:
         fake.held = {9}
 
-        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(index: int, responses: list[Response], ask: Any) -> None:
             try:
                 await ask(make_prompt(first_id=9))
             except RequestTimedOut as error:
@@ -197,7 +197,7 @@ def test_a_next_turn_that_is_refused_raises_where_it_was_asked() -> None:
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
         fake.refused["/generate"] = {2}
 
-        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(index: int, responses: list[Response], ask: Any) -> None:
             try:
                 await ask(make_prompt(first_id=9))
             except RequestRefused as error:
@@ -226,7 +226,7 @@ def test_a_continuation_that_is_refused_begins_anew() -> None:
 def test_only_what_timed_out_is_left_out() -> None:
     """A server that fails otherwise ends the generation."""
 
-    async def on_complete(place: int, responses: list[Response], ask: Any) -> None: ...
+    async def on_complete(index: int, responses: list[Response], ask: Any) -> None: ...
 
     with FakeServer(*["500"] * 4) as fake, RolloutClient(FixedServers(fake.url), SHORT) as client:
         with pytest.raises(RolloutServerError, match="500"):
@@ -244,7 +244,7 @@ def test_an_error_of_what_follows_ends_the_generation() -> None:
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
         fake.held = {2}
 
-        async def on_complete(place: int, responses: list[Response], ask: Any) -> None:
+        async def on_complete(index: int, responses: list[Response], ask: Any) -> None:
             raise ValueError("as told")
 
         prompts = [make_prompt(first_id=1), make_prompt(first_id=2)]

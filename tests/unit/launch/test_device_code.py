@@ -33,8 +33,8 @@ def test_all_code_but_one_architecture_s_is_zeroed_in_its_place() -> None:
     kept = [x if x[:2] == (SASS, 90) else (*x[:2], bytes(len(x[2]))) for x in CODES]
     assert codes(bytes(after), list(entries(after))) == kept
     gone = [x for x in entries(before) if (x.kind, x.architecture) != (SASS, 90)]
-    changed = {place for place in range(len(before)) if before[place] != after[place]}
-    assert changed == {place for x in gone for place in range(x.start, x.end)}
+    changed = {index for index in range(len(before)) if before[index] != after[index]}
+    assert changed == {index for x in gone for index in range(x.start, x.end)}
 
 
 @pytest.mark.parametrize("section", [b".text", b".nv_fatbin_of_another"])

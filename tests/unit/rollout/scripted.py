@@ -46,8 +46,8 @@ class Policy:
 
     async def on_complete(self, answers: Sequence[list[Response]], on_complete: Any) -> None:
         """Play on from complete answers; the others are empty."""
-        places = [place for place, answer in enumerate(answers) if answer]
-        await asyncio.gather(*(on_complete(place, answers[place], self.ask) for place in places))
+        indices = [index for index, answer in enumerate(answers) if answer]
+        await asyncio.gather(*(on_complete(index, answers[index], self.ask) for index in indices))
 
     async def ask(self, prompt: Prompt, first_routed: int | None = None) -> Response:
         self.asked.append(([prompt], 1))

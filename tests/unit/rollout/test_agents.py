@@ -35,7 +35,7 @@ class Scripted(Policy):
 
     async def on_complete(self, answers: Sequence[list[Response]], on_complete: Any) -> None:
         assert not any(answers)
-        await asyncio.gather(*(on_complete(place, [], self.ask) for place in range(len(answers))))
+        await asyncio.gather(*(on_complete(index, [], self.ask) for index in range(len(answers))))
 
     async def ask(self, prompt: Any, most: int | None = None) -> Response:
         return await super().ask(prompt)

@@ -159,7 +159,7 @@ class Steps(RuleBasedStateMachine):
         self.next_step()
 
     def next_step(self) -> None:
-        self.version, self.places, self.num_lost = self.version + 1, list[int](), 0
+        self.version, self.indices, self.num_lost = self.version + 1, list[int](), 0
         self.buffer.begin(self.version)
         self.start()
 
@@ -200,11 +200,11 @@ class Steps(RuleBasedStateMachine):
         ]
         assert max(ages, default=0) <= self.window.staleness
         self.trained += [*streamed.groups, *streamed.left_out]
-        self.places += streamed.places
+        self.indices += streamed.indices
         if not streamed.is_last:
             assert least_tokens is not None and 5 * len(streamed.groups) >= least_tokens
             return
-        assert sorted(self.places) == [*range(self.window.per_step)]
+        assert sorted(self.indices) == [*range(self.window.per_step)]
         self.dropped += self.buffer.take_counts()[0]
         known = [*self.trained, *self.lost, *self.buffer.state()]
         assert len({*known}) == len(known) == self.seen - self.dropped, "lost, or taken twice"
@@ -217,7 +217,7 @@ class Steps(RuleBasedStateMachine):
     def starts_no_more_than_it_may(self) -> None:
         if self.window.rounds == 0:
             most = math.ceil(self.window.steps_started * self.window.per_step)
-            assert len(self.buffer.state()) <= most + self.num_lost - len(self.places)
+            assert len(self.buffer.state()) <= most + self.num_lost - len(self.indices)
 
 
 TestSteps = Steps.TestCase

@@ -28,7 +28,7 @@ from tests.unit.training.test_plan import packs_of, plan
 
 def routed_experts(token_ids: Tensor, first: int) -> Tensor:
     """Return the routed experts of tokens from place `first` on, as `routed` has them."""
-    rows = [[[token % 250, place], [place, 5]] for place, token in enumerate(token_ids, first)]
+    rows = [[[token % 250, index], [index, 5]] for index, token in enumerate(token_ids, first)]
     return torch.tensor(rows).reshape(-1, 2, 2)
 
 

@@ -64,15 +64,15 @@ class Late:
         [*self.released.values()][number].set()
 
 
-def rows_by_place(taken: Sequence[StreamBatch[Group]]) -> list[int]:
+def rows_by_index(taken: Sequence[StreamBatch[Group]]) -> list[int]:
     """Return the rows of the step's groups in the order of their places, each taken once."""
     rows = {
-        place: group.prompt.row.index
+        index: group.prompt.row.index
         for streamed in taken
-        for place, group in zip(streamed.places, streamed.groups, strict=True)
+        for index, group in zip(streamed.indices, streamed.groups, strict=True)
     }
     assert sum(len(streamed.groups) for streamed in taken) == len(rows)
-    return [rows[place] for place in sorted(rows)]
+    return [rows[index] for index in sorted(rows)]
 
 
 def test_groups_are_handed_over_before_the_last_one_is_generated(stream: Config, fake: Any) -> None:
@@ -87,19 +87,19 @@ def test_groups_are_handed_over_before_the_last_one_is_generated(stream: Config,
         while sum(len(streamed.groups) for streamed in taken) < 2:
             taken.append(next(arriving))
         assert not any(streamed.is_last for streamed in taken)
-        assert sorted(place for streamed in taken for place in streamed.places) == [1, 3]
+        assert sorted(index for streamed in taken for index in streamed.indices) == [1, 3]
         late.release(0)
         taken.append(next(arriving))
-        assert taken[-1].places == [2] and not taken[-1].is_last
+        assert taken[-1].indices == [2] and not taken[-1].is_last
         late.release(1)
         taken += arriving
-        assert taken[-1].is_last and taken[-1].places == [0]
+        assert taken[-1].is_last and taken[-1].indices == [0]
         assert num_asked(fake) == SIZE, "no prompt of the next step starts"
         push(pool, 1, (fake,))
         taken_next = [*source.stream(1, no_refit, ANY)]
         source.close()
-    assert rows_by_place(taken) == drawn[:SIZE]
-    assert rows_by_place(taken_next) == drawn[SIZE:]
+    assert rows_by_index(taken) == drawn[:SIZE]
+    assert rows_by_index(taken_next) == drawn[SIZE:]
     versions = {
         e.responses[-1].weight_version for w in taken_next for g in w.groups for e in g.episodes
     }
@@ -141,7 +141,7 @@ def test_a_server_that_restarts_within_a_step_is_refitted(stream: Config, fake: 
         taken += arriving
         source.close()
     assert refits == [SIZE - 1]
-    assert rows_by_place(taken) == drawn
+    assert rows_by_index(taken) == drawn
     versions = {e.responses[-1].weight_version for w in taken for g in w.groups for e in g.episodes}
     assert versions == {"3"}
 
@@ -161,7 +161,7 @@ def test_groups_without_signal_wait_for_the_last_batch(stream: Config, fake: Any
         taken = [*source.stream(0, no_refit, ANY)]
         source.close()
     assert [streamed.is_last for streamed in taken] == [False] * (len(taken) - 1) + [True]
-    rows, left_out = rows_by_place(taken), [g.prompt.row.index for g in taken[-1].left_out]
+    rows, left_out = rows_by_index(taken), [g.prompt.row.index for g in taken[-1].left_out]
     assert {*rows} <= {*good} and not {*left_out} & {*good}
     assert sorted(rows + left_out) == sorted(drawn[: len(rows) + len(left_out)])
     assert [row for row in rows if row in drawn[:SIZE]] == [r for r in drawn[:SIZE] if r in good]

@@ -37,8 +37,8 @@ class Right:
         self, prompts: Sequence[Prompt], *, n: int, on_complete: Any, **_: Any
     ) -> list[list[Response]]:
         answers = [[self._respond(prompt)] * n for prompt in prompts]
-        for place, answer in enumerate(answers):
-            self.runner.run(on_complete(place, answer, None))
+        for index, answer in enumerate(answers):
+            self.runner.run(on_complete(index, answer, None))
         return answers
 
     def _respond(self, prompt: Prompt) -> Response:

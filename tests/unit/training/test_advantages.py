@@ -38,7 +38,7 @@ def columns() -> dict[str, Tensor]:
         made["rewards"] += [0.0] * (length - 1) + [reward]
         made["sequence_ids"] += [number] * length
         made["group_ids"] += [group] * length
-        made["turn_ids"] += [int(place > 1) for place in range(length)]
+        made["turn_ids"] += [int(index > 1) for index in range(length)]
     generator = torch.Generator().manual_seed(0)
     total = sum(lengths)
     return {name: torch.tensor(values) for name, values in made.items()} | {
@@ -299,8 +299,8 @@ def test_a_row_for_each_part_of_a_turn_gives_what_all_tokens_give(
         assert a.columns.advantages.equal(b.columns.advantages) and a.columns.rows is None
 
 
-def prompt_of(place: int, said: Sequence[int] = ()) -> Prompt:
-    ids = torch.tensor([1, 2, 3, 100 + place][: 3 + bool(place)] + [*said, 99] * bool(said))
+def prompt_of(index: int, said: Sequence[int] = ()) -> Prompt:
+    ids = torch.tensor([1, 2, 3, 100 + index][: 3 + bool(index)] + [*said, 99] * bool(said))
     row = Row(0, "", "", (), "", "row")
     return Prompt(row, ids, tuple(ids.tolist()), text_positions(len(ids), 0), len(ids), ())
 

@@ -277,7 +277,7 @@ def test_a_checksum_sees_values_and_places(dtype: torch.dtype, count: int) -> No
     found = megavlm_weights.checksum(content)
     padded = torch.cat([content, torch.zeros(-len(content) % 8, dtype=torch.uint8)])
     words = padded.view(torch.int64).tolist()
-    wanted = sum(words), sum(place * word for place, word in enumerate(words, 1))
+    wanted = sum(words), sum(index * word for index, word in enumerate(words, 1))
     assert [x % 2**64 for x in found.tolist()] == [x % 2**64 for x in wanted]
 
 

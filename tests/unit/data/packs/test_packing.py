@@ -231,10 +231,10 @@ def test_parts_of_a_tree_have_whole_sequences_with_their_context(
     cut = rng.randint(0, len(numbers))
     parts = [tree.part(numbers[:cut]), tree.part(numbers[cut:])]
     assert len(tree.shared) > 0, "the root is in every part"
-    places = {id(segment.token_ids): index for index, segment in enumerate(tree.segments)}
+    indices = {id(segment.token_ids): index for index, segment in enumerate(tree.segments)}
     found: list[set[int]] = []
     for part in parts:
-        whole = [places[id(segment.token_ids)] for segment in part.segments]
+        whole = [indices[id(segment.token_ids)] for segment in part.segments]
         assert whole == sorted(whole) and set(tree.shared) <= set(whole)
         found.append({i for i in whole if tree.segments[i].is_target})
         for index, segment in enumerate(part.segments):
