@@ -143,9 +143,11 @@ def test_bad_input_is_one_sentence_on_stderr_and_exit_code_2(
     megavlm: Callable[..., tuple[int, str, str]],
     write_recipe: WriteRecipe,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     arguments: list[str],
     message: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # runs/demo may be in the repository
     monkeypatch.setattr("megavlm.run.launcher.run_workers", lambda *_: pytest.fail("started"))
     recipe = str(write_recipe())
     given = [recipe if word == "RECIPE" else word for word in arguments]
