@@ -355,7 +355,7 @@ def test_adapters_are_not_left_behind(hf: Path, tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("file", "place"),
+    ("file", "index"),
     [
         (".metadata", 10),  # in the length of a pickle's frame: it cannot be parsed
         *slow((".metadata", None), ("__1_0.distcp", None), ("random_00001.pt", None)),

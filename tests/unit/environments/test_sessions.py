@@ -344,7 +344,7 @@ def test_a_recipe_s_tools_are_called_in_processes_with_limits() -> None:
 @pytest.mark.parametrize(
     ("name", "tools", "problem"),
     [
-        ("tools", ("session_environments:nothing",), "environment.tools: .*nothing cannot be impo"),
+        ("tools", ("session_environments:nothing",), "environment.tools=.*nothing cannot be impo"),
         ("tools", ("session_environments:untyped",), "the tool untyped has no type for its argu"),
         ("session_environments:Keeping", ("session_environments:where",), "calls no tools; set"),
         (

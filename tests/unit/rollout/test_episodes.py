@@ -150,7 +150,7 @@ def test_an_environment_keeps_what_messages_hold_besides_text(
     row = Row(5, "!", "3", (), "", "x", messages=messages)
     playing = episode_runner(processor, manager, "vqa")
     sent = json.loads(json.dumps(pack_observation(Observation(example(row).messages))))
-    assert playing._observer.row(row, unpack_observation(sent)) == row
+    assert playing._renderer.row(row, unpack_observation(sent)) == row
     RUNNER.run(playing._environments.close())
 
 

@@ -33,12 +33,15 @@ class Right:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.runner = tokenizer, asyncio.Runner()
 
-    def generate(
+    def run(self, work: Any) -> Any:
+        return self.runner.run(work)
+
+    async def generate(
         self, prompts: Sequence[Prompt], *, n: int, on_complete: Any, **_: Any
     ) -> list[list[Response]]:
         answers = [[self._respond(prompt)] * n for prompt in prompts]
         for index, answer in enumerate(answers):
-            self.runner.run(on_complete(index, answer, None))
+            await on_complete(index, answer, None)
         return answers
 
     def _respond(self, prompt: Prompt) -> Response:

@@ -95,7 +95,7 @@ def passes(trainer: Any, settings: dict[str, Any]) -> list[str]:
     started = [pack.columns.values for pack in batch.packs]
     unrouted: list[Pack] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pack, "without_routes", lambda pack: (unrouted.append(pack), pack)[1])
+        patch.setattr(Pack, "without_routed_experts", lambda pack: (unrouted.append(pack), pack)[1])
         trainer.add_reference_logprobs(batch, features)
         assert trainer.is_reference or trainer.reference is None or unrouted, "it routes for itself"
         trainer.add_old_logprobs(batch, features)
