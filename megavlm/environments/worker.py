@@ -91,13 +91,13 @@ class Worker:
                 if session := self.sessions.get(message["session"]):
                     session.put(message)
             if session is None:
-                self._answer_for_ended(message)
+                self.answer_for_ended(message)
 
     def _open(self, number: int) -> None:
         self.sessions[number] = session = Session(self, number)
         session.start()
 
-    def _answer_for_ended(self, message: Mapping[str, Any]) -> None:
+    def answer_for_ended(self, message: Mapping[str, Any]) -> None:
         if "close" in message:
             self.send({"id": message["id"], "left_children": self.left_children()})
         elif "step" in message:
@@ -128,6 +128,7 @@ class Session:
         self._request: int | None = None  # id of the call that runs
         self._close_request: int | None = None
         self._closing = asyncio.Event()
+        self._has_ended = False
         self._asks = count()
         self._scores: dict[int, asyncio.Future[Score]] = {}
 
@@ -148,6 +149,8 @@ class Session:
             self._closing.set()
             if self._call is not None:
                 self._call.cancel()
+        elif self._has_ended:
+            self._worker.answer_for_ended(message)
         else:
             self._request = message["id"]
             self._call = self._loop.create_task(self._answer(message))
@@ -158,10 +161,12 @@ class Session:
             # A task of the user's may raise SystemExit, which ends the loop's run.
             if failure := self._guarded(self._serve()):
                 self._reply(failure)
+            self._has_ended = True
             if failure := self._guarded(self._close()):
                 problem = {"error": failure["message"]}
             with self._worker.lock:
                 del self._worker.sessions[self._number]
+            self._runner.run(asyncio.sleep(0))  # takes the messages that came before
         if self._close_request is not None:
             left = {"left_children": self._worker.left_children()}
             self._worker.send({"id": self._close_request, **left, **problem})

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -19,8 +20,11 @@ from megavlm.environments.base import Context
 from megavlm.environments.processes import EnvironmentPool, Local
 from megavlm.environments.sessions import RemoteEnvironment
 from megavlm.environments.single_turn import SingleTurn
+from megavlm.environments.tools.load import Toolbox
+from megavlm.environments.worker import Session, Worker
 from megavlm.rewards.base import Example, Score
 from megavlm.subprocess_pool.failure import CallFailure
+from megavlm.subprocess_pool.wire import receive
 from tests.support.timeouts import scaled
 
 ROW = Example("How many?", "3")
@@ -275,6 +279,29 @@ def test_a_task_that_exits_ends_its_session_alone(tmp_path: Path) -> None:
 
     asyncio.run(work())
     assert counted(log) == [1, 1]
+
+
+def test_a_step_that_comes_as_its_session_ends_is_answered() -> None:
+    """The last moment is before the session is removed, which needs the lock."""
+    ours, theirs = socket.socketpair()
+    worker = Worker(theirs, SingleTurn, {}, Toolbox((), ()))
+    session = worker.sessions[0] = Session(worker, 0)
+
+    class Lock:
+        def __enter__(self) -> None:
+            session.put({"session": 0, "id": 7, "step": "late"})
+
+        def __exit__(self, *_: object) -> None: ...
+
+    worker.lock = Lock()  # type: ignore[assignment]
+    session._closing.set()
+    session._run()
+    ours.settimeout(1)
+    assert receive(ours) == {
+        "id": 7,
+        "failure": "exception",
+        "message": "an earlier error ended it",
+    }
 
 
 @pytest.mark.parametrize("on_close", ["", "raise", "hang"])
