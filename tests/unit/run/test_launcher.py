@@ -133,7 +133,7 @@ def test_bad_input_on_a_node_is_the_end_of_all(write_recipe: WriteRecipe, tmp_pa
 @pytest.mark.parametrize(
     ("rank", "world_size", "seed", "code", "stderr"),
     [
-        ("0", "3", 0, 2, "megavlm: parallel.tensor=1 x parallel.data=2 is 2 ranks, but the world"),
+        ("0", "3", 0, 2, "megavlm: parallel.data=2 x parallel.tensor x parallel.context"),
         ("0", "2", 5, 69, "megavlm: the server did not start\nits last words (traceback: "),
         ("1", "2", 5, 69, ""),
     ],
