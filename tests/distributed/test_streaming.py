@@ -62,7 +62,7 @@ def train(recipe: Path, overrides: Sequence[str]) -> Any:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_files(tmp_path_factory.mktemp("waves"))
+    return write_files(tmp_path_factory.mktemp("streaming"))
 
 
 def norm(arrays: Iterable[Any]) -> float:
@@ -74,8 +74,8 @@ def compare(recipe: Path, ranks: Ranks) -> list[dict[str, float]]:
     streamed batches.
     """
     serial, stream = (
-        launch(ranks.world_size, train, recipe, [f"rollout.streaming={overlap}"])
-        for overlap in ("false", "true")
+        launch(ranks.world_size, train, recipe, [f"rollout.streaming={is_streamed}"])
+        for is_streamed in ("false", "true")
     )
     for rank, (ours, theirs) in enumerate(zip(stream, serial, strict=True)):
         # Adam divides by the size of a gradient, and so enlarges the rounding of the smallest.
