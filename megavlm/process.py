@@ -3,6 +3,7 @@ to it by signals and by a file, and its end with an exit code.
 """
 
 import atexit
+import ctypes
 import gc
 import os
 import resource
@@ -19,6 +20,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # Folder in the run directory that the watchdog writes stacks to, and a file in it: when that is not
 # empty, servers on the rollout nodes of a Slurm job write theirs to their logs.
 STACKS, STACKS_WANTED = "stacks", "wanted_of_servers"
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: nothing may be loaded after a fork
 
 
 class ExitCode(IntEnum):
@@ -85,6 +88,25 @@ def stop_at_once() -> None:
 
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent, process `parent`, dies. To the kernel,
+    the parent is the thread that started this process.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Make orphaned descendants children of this process."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LIBC.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
 
 
 def leave_to_parent() -> None:

@@ -6,7 +6,6 @@ optionally `correct` and `parts`, is the reward itself.
 """
 
 import asyncio
-import ctypes
 import inspect
 import json
 import os
@@ -22,12 +21,11 @@ from PIL import Image as Picture
 
 from megavlm.environments.base import Context, Observation, Step, scored
 from megavlm.import_path import import_object, import_of_key
+from megavlm.process import die_with
 from megavlm.rewards.base import Example
 from megavlm.subprocess_pool.wire import json_bytes
 
 GATEWAY = "gateway"  # environment.name
-_PR_SET_PDEATHSIG = 1
-_prctl = ctypes.CDLL(None).prctl  # loaded before a fork, as nothing may be loaded after one
 SHOWN_ERROR = 400  # characters of a command's errors that a failure shows
 
 
@@ -102,7 +100,7 @@ class Agent:
             env=os.environ | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key},
             start_new_session=True,
             # It ends with the thread of the episode, also if this process is killed.
-            preexec_fn=partial(_prctl, _PR_SET_PDEATHSIG, signal.SIGKILL),
+            preexec_fn=partial(die_with, os.getpid()),
         )
         self._resources.callback(_kill, process)
         row = json_bytes(_row_values(self._row, folder))

@@ -9,7 +9,6 @@ Each process asks the kernel to kill it when its parent dies, so no process surv
 the first. A run on several nodes has these processes on each node.
 """
 
-import ctypes
 import logging
 import os
 import signal
@@ -25,7 +24,14 @@ from typing import Self
 
 import psutil
 
-from megavlm.process import STOP_SIGNALS, ExitCode, leave, loading_packages
+from megavlm.process import (
+    STOP_SIGNALS,
+    ExitCode,
+    adopt_orphans,
+    die_with,
+    leave,
+    loading_packages,
+)
 from megavlm.temporary import temporary_folder
 
 AGENT_PID = "MEGAVLM_AGENT_PID"  # the process that must be a worker's parent
@@ -33,7 +39,6 @@ REASON_FILE = "MEGAVLM_REASON_FILE"  # file that exists once the reason for the 
 LEAVE = 3.0  # seconds for processes that end and clean up by themselves after their parent
 
 LOOPBACK = "127.0.0.1"
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ def run_workers(arguments: Sequence[str], num_ranks: int, nodes: Nodes = ONE_NOD
     SIGTERM, SIGUSR1, SIGHUP and a first SIGINT (Ctrl-C) make the ranks stop after their step. A
     second SIGINT ends them at once. Call it in the main thread, because it sets signal handlers.
     """
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the run become children of this process
+    adopt_orphans()
     print(f"starting {num_ranks} rank{'s' * (num_ranks > 1)}", flush=True)
     before = {child.pid for child in psutil.Process().children()}
     options = [*nodes.torchrun_options, f"--nproc-per-node={num_ranks}"]
@@ -125,13 +130,6 @@ def run_workers(arguments: Sequence[str], num_ranks: int, nodes: Nodes = ONE_NOD
         _sweep(before)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent, process `parent`, dies."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before the call
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wait(process: subprocess.Popen[bytes], signals: list[int], reason: Path) -> int:
@@ -197,11 +195,6 @@ def _sweep(before: set[int]) -> None:
                 except psutil.NoSuchProcess:
                     pass
         psutil.wait_procs(roots)  # reaps them; this ends, because SIGKILL cannot be ignored
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl failed")
 
 
 def _agent(parent: str, *arguments: str) -> int:

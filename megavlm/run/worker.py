@@ -15,7 +15,7 @@ from megavlm.config.schema import Config
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError, WeightSyncError
 from megavlm.observability.progress import Progress
 from megavlm.parallel import platform
-from megavlm.process import ExitCode, Stopped, leave, loading_packages, stop_at_once
+from megavlm.process import ExitCode, Stopped, die_with, leave, loading_packages, stop_at_once
 from megavlm.rewards.base import RewardStop
 from megavlm.run.exit_reason import (
     claim_reason,
@@ -25,7 +25,7 @@ from megavlm.run.exit_reason import (
     keep_traceback,
     reason_given,
 )
-from megavlm.run.launcher import AGENT_PID, die_with
+from megavlm.run.launcher import AGENT_PID
 
 if TYPE_CHECKING:
     from megavlm.run.checks.preflight import Phase

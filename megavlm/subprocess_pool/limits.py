@@ -1,30 +1,20 @@
 """Limits that a process sets on itself."""
 
-import ctypes
 import math
 import os
 import resource
-import signal
-import sys
 import time
 
-from megavlm.process import leave_to_parent
-
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+from megavlm.process import adopt_orphans, die_with, leave_to_parent
 
 
 def limit(memory_bytes: int, parent: int) -> None:
     """Limit the memory of this process, and make it end when the process `parent` ends."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    prctl = ctypes.CDLL(None).prctl
-    # This process is killed when the trainer ends. Orphaned descendants become its children, so
-    # that the trainer can find and kill them.
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    die_with(parent)
+    adopt_orphans()  # so that the trainer can find and kill them
     leave_to_parent()  # Slurm signals every process of a job, but the trainer finishes its step
-    if os.getppid() != parent:
-        sys.exit()
 
 
 def limit_cpu(seconds: float) -> None:

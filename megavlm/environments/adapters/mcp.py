@@ -28,11 +28,13 @@ from megavlm.environments.tools.schemas import shortened, strict_json
 from megavlm.environments.tools.tool import Tool, ToolError
 
 START_SECONDS = 60.0
-# A server by command must not outlive its episode's thread, also where that is killed.
+# A server by command must not outlive its episode's thread, also where that is killed: it runs this
+# program before the command. See `die_with` in megavlm/process.py.
 _START = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)})
-os.execvp(sys.argv[1], sys.argv[1:])
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
@@ -68,7 +70,7 @@ class MCPServer:
         # With a handshake, a server on HTTP has a session for each client, and so for each episode.
         if self._is_remote:
             return Client(self._address, mode="legacy")
-        arguments = ["-I", "-S", "-c", _START, *self._command]
+        arguments = ["-I", "-S", "-c", _START, str(os.getpid()), *self._command]
         server = StdioServerParameters(command=sys.executable, args=arguments, env=dict(os.environ))
         return Client(stdio_client(server, printed or sys.stderr), mode="legacy")
 

@@ -16,7 +16,6 @@ steps until it is max_staleness steps old; the producer waits for it only then.
 """
 
 import asyncio
-import signal
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
@@ -30,9 +29,8 @@ from megavlm.data.shared_pickle import SharedPickle, TensorPickler
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
 from megavlm.inference.requests import RequestLimits
-from megavlm.inference.server_main import die_with
 from megavlm.parallel import platform
-from megavlm.process import allow_open_files, leave, leave_to_parent
+from megavlm.process import allow_open_files, die_with, leave, leave_to_parent
 from megavlm.rewards.base import RewardStop
 from megavlm.rollout.ahead.mirror import ServerProxy
 from megavlm.rollout.engine import Engine
@@ -174,7 +172,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     # The pickle is trusted: the trainer sent it through a private pipe.
     setup: ProducerSetup = connection.recv()
-    die_with(setup.parent, by=signal.SIGKILL)
+    die_with(setup.parent)
     leave_to_parent()
     allow_open_files()
     platform.install()

@@ -211,18 +211,21 @@ def assert_nothing_runs() -> None:
 
 
 RUNS_A_COMMAND = """
-import asyncio
+import asyncio, os, sys, time
 from megavlm.environments.agent import Agent
 from megavlm.rewards.base import Example
 
+# The new process takes so long until it asks the kernel for anything.
+os.register_at_fork(after_in_child=lambda: time.sleep(float(sys.argv[1])))
 agent = Agent(None, command=["sleep", "3600"])
 asyncio.run(agent.reset(Example("?", "3"), 0))
 asyncio.run(agent.step("http://127.0.0.1:1/s/key/v1"))
 """
 
 
-def test_a_command_ends_when_the_process_that_runs_it_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", RUNS_A_COMMAND]) as runs:
+@pytest.mark.parametrize("delay", ["0", "0.5"])
+def test_a_command_ends_when_the_process_that_runs_it_is_killed(delay: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", RUNS_A_COMMAND, delay]) as runs:
         process, deadline = psutil.Process(runs.pid), time.monotonic() + scaled(60)
         while not (children := process.children()):
             assert time.monotonic() < deadline

@@ -70,7 +70,7 @@ model: {{folder: {files / "model"}}}
 data: {{train_files: [{files / "rows.parquet"}], max_prompt_tokens: 64}}
 algorithm: {{name: grpo, prompts_per_step: {SIZE}, responses_per_prompt: {N}, steps: 9}}
 rollout: {{mode: external, urls: ["http://127.0.0.1:1"], max_staleness: 1, max_new_tokens: 256}}
-reward: {{workers: 1}}
+reward: {{workers: 1, timeout: {scaled(60)}, on_failure: stop}}
 """
     )
     return load(path, [])
