@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megavlm.data.packs.packing import Tree
+from megavlm.data.packs.trees import Tree
 from megavlm.data.processor import ProcessedImage
 from megavlm.models.common.mapping import Entry
 

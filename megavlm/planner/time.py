@@ -18,7 +18,7 @@ import torch
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.schema import Config
 from megavlm.config.transports import TRANSPORT_TRAITS
-from megavlm.data.packs.packing import Segment, Tree
+from megavlm.data.packs.trees import Segment, Tree
 from megavlm.families import family
 from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions

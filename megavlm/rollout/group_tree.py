@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megavlm.data.packs.packing import Segment, Tree
 from megavlm.data.packs.positions import text_positions
 from megavlm.data.packs.target_tokens import TargetColumns
+from megavlm.data.packs.trees import Segment, Tree
 from megavlm.data.processor import Prompt
 from megavlm.inference.protocol import Response
 from megavlm.rollout.trajectory import Group, TreePart

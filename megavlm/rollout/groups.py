@@ -13,8 +13,8 @@ from megavlm.algorithms.dapo import overlong_penalty
 from megavlm.algorithms.grpo import differs
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.data.media.image_processing import ProcessedImage
-from megavlm.data.packs.packing import Tree
 from megavlm.data.packs.target_tokens import TargetColumns
+from megavlm.data.packs.trees import Tree
 from megavlm.inference.protocol import Response
 from megavlm.rollout.group_tree import group_tree
 from megavlm.rollout.staleness import stale_tokens, staleness_metrics

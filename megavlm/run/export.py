@@ -11,8 +11,9 @@ from torch import Tensor
 
 from checkpoint_tools.export_hf import WriteOptions, export_hf
 from megavlm.data.media.image_processing import ProcessedImage
-from megavlm.data.packs.packing import Pack, join_targets, make_pack, prompt_tree
+from megavlm.data.packs.packing import Pack, join_targets, make_pack
 from megavlm.data.packs.positions import text_positions
+from megavlm.data.packs.trees import prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.families import family
 from megavlm.models.linear_attention.in_transformers import use_plain_torch

@@ -22,8 +22,9 @@ from megavlm.algorithms.registry import load_advantage_estimator
 from megavlm.algorithms.segments import Reduce
 from megavlm.algorithms.whitening import whiten
 from megavlm.config.algorithm import GRPO, PPO
-from megavlm.data.packs.packing import Pack, Tree
+from megavlm.data.packs.packing import Pack
 from megavlm.data.packs.target_tokens import TargetColumns, concatenate
+from megavlm.data.packs.trees import Tree
 
 
 def with_advantages(minibatches: Sequence[Sequence[Tree]], settings: GRPO) -> list[list[Tree]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from megavlm.config.algorithm import DPO
-from megavlm.data.packs.packing import preference_tree
+from megavlm.data.packs.trees import preference_tree
 from megavlm.data.processor import Prompt
 from megavlm.models.common.logprobs import Scoring
 from megavlm.parallel.collectives import from_last_stage, summing

@@ -3,7 +3,7 @@ for GRPO.
 """
 
 from megavlm.config.algorithm import SFT
-from megavlm.data.packs.packing import supervised_tree
+from megavlm.data.packs.trees import supervised_tree
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.driver import Driver
 from megavlm.training.losses import supervised_loss

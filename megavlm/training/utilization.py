@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from megavlm.data.media.image_processing import ProcessedImage
-from megavlm.data.packs.packing import Tree
+from megavlm.data.packs.trees import Tree
 from megavlm.models.cost import LANGUAGE_SHARE, TOWER_SHARE, ModelCost
 
 

@@ -17,7 +17,7 @@ import orjson
 import torch
 
 from megavlm.config.algorithm import GRPO
-from megavlm.data.packs.packing import Tree
+from megavlm.data.packs.trees import Tree
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
 from megavlm.inference.answers import parse_generate

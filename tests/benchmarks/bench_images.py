@@ -19,7 +19,8 @@ from PIL import Image
 from torch import Tensor
 
 from megavlm.data.loader import holding
-from megavlm.data.packs.packing import make_pack, prompt_tree
+from megavlm.data.packs.packing import make_pack
+from megavlm.data.packs.trees import prompt_tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.data.shared_pickle import SharedPickle

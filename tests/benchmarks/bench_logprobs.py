@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megavlm.data.packs.packing import prompt_tree
+from megavlm.data.packs.trees import prompt_tree
 from megavlm.demo.tiny_configs import TinySizes, tiny_config
 from megavlm.models.build import build_model
 from megavlm.models.common import logprobs

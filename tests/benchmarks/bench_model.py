@@ -21,8 +21,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megavlm.data.packs.packing import Tree, make_pack, prompt_tree
+from megavlm.data.packs.packing import make_pack
 from megavlm.data.packs.positions import Span, mrope_positions
+from megavlm.data.packs.trees import Tree, prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_configs import TinySizes, tiny_config

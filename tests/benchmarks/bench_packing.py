@@ -17,8 +17,9 @@ from functools import partial
 
 import torch
 
-from megavlm.data.packs.packing import Segment, Tree, make_pack
+from megavlm.data.packs.packing import make_pack
 from megavlm.data.packs.positions import text_positions
+from megavlm.data.packs.trees import Segment, Tree
 from megavlm.training.step.balance import Item, TreeSize, best_fit
 from megavlm.training.step.pack_plan import Schedule, costs_of, plan_packs
 from tests.support.columns import columns

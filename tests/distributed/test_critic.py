@@ -13,7 +13,8 @@ import torch
 from megavlm.checkpointing.folder import complete_steps
 from megavlm.config.algorithm import PPO
 from megavlm.config.load import load
-from megavlm.data.packs.packing import make_pack, prompt_tree
+from megavlm.data.packs.packing import make_pack
+from megavlm.data.packs.trees import prompt_tree
 from megavlm.observability.phases import Phases
 from megavlm.observability.progress import Progress
 from megavlm.parallel.mesh import Layout, build_mesh

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megavlm.config.load import load
-from megavlm.data.packs.packing import prompt_tree
+from megavlm.data.packs.trees import prompt_tree
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Rows
 from megavlm.families import family_of

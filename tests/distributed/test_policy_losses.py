@@ -15,7 +15,8 @@ from megavlm.algorithms.aggregation import token_weights
 from megavlm.config.algorithm import GRPO, PPO
 from megavlm.config.distillation import Distillation
 from megavlm.config.optimizer import Optimizer
-from megavlm.data.packs.packing import Pack, Tree, make_pack, prompt_tree
+from megavlm.data.packs.packing import Pack, make_pack
+from megavlm.data.packs.trees import Tree, prompt_tree
 from megavlm.families import family
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions

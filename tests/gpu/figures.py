@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megavlm.config.optimizer import Optimizer
-from megavlm.data.packs.packing import Pack, Tree, make_pack
+from megavlm.data.packs.packing import Pack, make_pack
+from megavlm.data.packs.trees import Tree
 from megavlm.families import family
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring, default_chunk_size, token_scores

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megavlm.data.packs.packing import Pack, Tree, make_pack
+from megavlm.data.packs.packing import Pack, make_pack
+from megavlm.data.packs.trees import Tree
 from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.demo.tiny_model import _slow_decay
 from megavlm.families import family

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megavlm.data.packs.packing import Tree
+from megavlm.data.packs.trees import Tree
 from megavlm.models.common.attention_backends import BACKENDS
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.linear_attention.delta_rule import backward_refusal

@@ -19,7 +19,8 @@ import torch
 from transformers import AutoConfig
 
 from megavlm.config.data import Data
-from megavlm.data.packs.packing import make_pack, prompt_tree
+from megavlm.data.packs.packing import make_pack
+from megavlm.data.packs.trees import prompt_tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.families import family, family_of

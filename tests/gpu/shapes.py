@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megavlm.data.packs.packing import Tree, prompt_tree
 from megavlm.data.packs.positions import Span, mrope_positions
+from megavlm.data.packs.trees import Tree, prompt_tree
 from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.data.rows import Row
 from megavlm.demo.tiny_configs import TinySizes, tiny_config

@@ -11,7 +11,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from torch import Tensor
 
-from megavlm.data.packs.packing import Pack, make_pack, prompt_tree
+from megavlm.data.packs.packing import Pack, make_pack
+from megavlm.data.packs.trees import prompt_tree
 from megavlm.families import family
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.data.packs.packing import Segment, Tree
 from megavlm.data.packs.positions import Span, mrope_positions
+from megavlm.data.packs.trees import Segment, Tree
 from megavlm.data.processor import ProcessedImage, Prompt
 from tests.parity.inputs import Inputs, image
 from tests.parity.reference import Reference, token_weights

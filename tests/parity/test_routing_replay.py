@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megavlm.data.packs.packing import Tree, prompt_tree
+from megavlm.data.packs.trees import Tree, prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import MEMORY

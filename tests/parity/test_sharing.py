@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megavlm.data.packs.packing import Pack, Tree, make_pack, prompt_tree
+from megavlm.data.packs.packing import Pack, make_pack
+from megavlm.data.packs.trees import Tree, prompt_tree
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.training.forward_backward import forward_backward

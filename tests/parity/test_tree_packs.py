@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megavlm.data.packs.packing import Pack, Tree, make_pack, prompt_tree
+from megavlm.data.packs.packing import Pack, make_pack
 from megavlm.data.packs.target_tokens import TargetColumns
+from megavlm.data.packs.trees import Tree, prompt_tree
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import MEMORY
 from megavlm.rollout.group_tree import group_tree

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from megavlm.config.lora import LoRA
-from megavlm.data.packs.packing import Pack, make_pack, prompt_tree
+from megavlm.data.packs.packing import Pack, make_pack
+from megavlm.data.packs.trees import prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.inference.protocol import Response, SamplingParams, adapter_name
 from megavlm.inference.server_pool.receivers import Receiver, Receivers

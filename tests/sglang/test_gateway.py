@@ -16,7 +16,8 @@ from transformers import AutoConfig
 from megavlm.config.algorithm import GRPO
 from megavlm.config.distillation import Distillation
 from megavlm.config.environment import EnvironmentConfig
-from megavlm.data.packs.packing import Tree, make_pack
+from megavlm.data.packs.packing import make_pack
+from megavlm.data.packs.trees import Tree
 from megavlm.data.rows import Row
 from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.teacher import API_KEY, Teacher

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from megavlm.data.packs.packing import Segment, Tree
 from megavlm.data.packs.positions import text_positions
+from megavlm.data.packs.trees import Segment, Tree
 from tests.support.kernels import dense
 
 Shape = list[tuple[int, int]]  # (tokens, parent) of each segment

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 
 from megavlm.data.media.image_processing import ProcessedImage
-from megavlm.data.packs.packing import Pack, Segment, Tree, make_packs, trees_to_arrays
+from megavlm.data.packs.packing import Pack, make_packs
 from megavlm.data.packs.positions import text_positions
 from megavlm.data.packs.target_tokens import TargetColumns
+from megavlm.data.packs.trees import Segment, Tree, trees_to_arrays
 from tests.support.columns import columns
 from tests.support.prompts import make_image
 

@@ -11,7 +11,7 @@ from torch import Tensor
 class TargetColumns:
     """Columns of a table with one row per target token: every field is a tensor [N].
 
-    The rollout (rollout/groups.py), or a pair of responses in the data (packs/packing.py), writes
+    The rollout (rollout/groups.py), or a pair of responses in the data (packs/trees.py), writes
     the fields without a default. The other fields are added by `dataclasses.replace`, on the last
     pipeline stage if they need a pass of a model. They are None until then, and always if the
     algorithm does not use them.

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from megavlm.config.schema import Config
-from megavlm.data.packs.packing import Pack, make_pack, prompt_tree
+from megavlm.data.packs.packing import Pack, make_pack
+from megavlm.data.packs.trees import prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
 from megavlm.families import family

@@ -9,7 +9,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from megavlm.data.packs.packing import Tree
+from megavlm.data.packs.trees import Tree
 
 # The costliest part may be this much above the mean before prompts are repeated to even it out.
 SLACK = 0.01

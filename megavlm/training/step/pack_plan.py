@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megavlm.data.packs.packing import Tree
+from megavlm.data.packs.trees import Tree
 from megavlm.training.step.balance import Item, TreeSize, balance, best_fit, merged
 
 SegmentCosts = Callable[[Tree], Sequence[float]]

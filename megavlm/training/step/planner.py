@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megavlm.config.schema import Config
-from megavlm.data.packs.packing import Tree
+from megavlm.data.packs.trees import Tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.families import family
 from megavlm.models.cost import ModelCost

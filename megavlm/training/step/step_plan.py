@@ -7,8 +7,8 @@ from itertools import chain
 
 from megavlm.arrays import to_bytes
 from megavlm.config.parallel import Parallel
-from megavlm.data.packs.packing import Tree, trees_to_arrays
 from megavlm.data.packs.target_tokens import TargetColumns
+from megavlm.data.packs.trees import Tree, trees_to_arrays
 from megavlm.models.cost import ModelCost
 from megavlm.parallel.mesh import Layout
 from megavlm.training.step.image_plan import ImagePlan

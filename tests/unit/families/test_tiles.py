@@ -22,7 +22,8 @@ from checkpoint_tools.import_hf import import_hf
 from megavlm.config.data import Data
 from megavlm.config.load import load
 from megavlm.data.loader import holding
-from megavlm.data.packs.packing import Pack, make_pack, prompt_tree
+from megavlm.data.packs.packing import Pack, make_pack
+from megavlm.data.packs.trees import prompt_tree
 from megavlm.data.processor import ProcessedImage, Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.families import FAMILIES, Family, family_of

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megavlm.data.packs.packing import Segment, Tree
+from megavlm.data.packs.trees import Segment, Tree
 from megavlm.models.cost import ModelCost
 from tests.support.families import (
     FAMILIES,

@@ -14,7 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megavlm.config.load import load
 from megavlm.config.schema import Config
-from megavlm.data.packs.packing import make_pack, prompt_tree
+from megavlm.data.packs.packing import make_pack
+from megavlm.data.packs.trees import prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
 from megavlm.models.build import build_model

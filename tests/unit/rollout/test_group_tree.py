@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.config.algorithm import GRPO
-from megavlm.data.packs.packing import Segment, Tree, make_pack
+from megavlm.data.packs.packing import make_pack
 from megavlm.data.packs.positions import text_positions
+from megavlm.data.packs.trees import Segment, Tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.inference.protocol import Response

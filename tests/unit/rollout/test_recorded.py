@@ -14,7 +14,7 @@ import torch
 from megavlm.config.algorithm import GRPO
 from megavlm.config.load import load
 from megavlm.data.media.video_sources import Video
-from megavlm.data.packs.packing import Tree, trees_to_arrays
+from megavlm.data.packs.trees import Tree, trees_to_arrays
 from megavlm.data.processor import Processor
 from megavlm.inference.protocol import VersionSpan
 from megavlm.rewards.base import Score

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megavlm.data.packs.packing import Pack, Tree
+from megavlm.data.packs.packing import Pack
+from megavlm.data.packs.trees import Tree
 from megavlm.data.processor import Processor, Prompt
 from megavlm.inference.protocol import Response
 from megavlm.rollout.backlog import backlog_state, restored_groups

@@ -12,9 +12,10 @@ from torch import Tensor
 from megavlm.algorithms.registry import ADVANTAGE_ESTIMATORS, load_advantage_estimator
 from megavlm.algorithms.segments import identity
 from megavlm.config.algorithm import GRPO, PPO
-from megavlm.data.packs.packing import Pack, Segment, Tree, make_pack
+from megavlm.data.packs.packing import Pack, make_pack
 from megavlm.data.packs.positions import text_positions
 from megavlm.data.packs.target_tokens import TargetColumns, concatenate
+from megavlm.data.packs.trees import Segment, Tree
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
 from megavlm.rollout.groups import policy_trees

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megavlm.data.packs.packing import Segment, Tree
+from megavlm.data.packs.trees import Segment, Tree
 from megavlm.training.step.balance import TreeSize, best_fit
 from megavlm.training.step.pack_plan import Schedule, assign
 from tests.benchmarks.bench_packing import STEPS, ours, over_ideal

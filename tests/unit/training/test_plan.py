@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.arrays import from_bytes
-from megavlm.data.packs.packing import Pack, Tree, make_pack
+from megavlm.data.packs.packing import Pack, make_pack
+from megavlm.data.packs.trees import Tree
 from megavlm.training.step.image_plan import ImagePlan, assign_encoders, plan_images
 from megavlm.training.step.pack_plan import Schedule
 from megavlm.training.step.rank_batch import unpack_part

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megavlm.config.load import load
-from megavlm.data.packs.packing import Segment, Tree
+from megavlm.data.packs.trees import Segment, Tree
 from megavlm.models.cost import ModelCost
 from megavlm.parallel import platform
 from megavlm.training.base_trainer import BaseTrainer

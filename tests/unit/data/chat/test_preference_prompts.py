@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megavlm.config.data import Data
-from megavlm.data.packs.packing import preference_tree, supervised_tree
+from megavlm.data.packs.trees import preference_tree, supervised_tree
 from megavlm.data.processor import Processor, PromptTooLong
 from megavlm.data.rows import Row, Rows
 from megavlm.families import family_of

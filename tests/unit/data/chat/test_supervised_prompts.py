@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megavlm.data.chat.messages import Message, read_chat, read_tools
-from megavlm.data.packs.packing import Tree, make_pack, supervised_tree
+from megavlm.data.packs.packing import make_pack
+from megavlm.data.packs.trees import Tree, supervised_tree
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.families import family_of

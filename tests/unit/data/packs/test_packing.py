@@ -10,16 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavlm.data.packs.packing import (
-    Pack,
-    Segment,
-    Tree,
-    join_targets,
-    make_pack,
-    prompt_tree,
-)
+from megavlm.data.packs.packing import Pack, join_targets, make_pack
 from megavlm.data.packs.positions import text_positions
 from megavlm.data.packs.target_tokens import TargetColumns
+from megavlm.data.packs.trees import Segment, Tree, prompt_tree
 from tests.support.columns import columns
 from tests.support.trees import empty_pack
 
