@@ -68,6 +68,13 @@ class Response:
     server returned none. teacher_logprobs: Log-prob of each token by a teacher, at temperature 1;
     None if it gave none. drafts: Drafts that the server accepted, and the passes in which it
     verified some; (0, 0) without speculative decoding.
+
+    Example, "I<|im_end|>", of which weights 5 sampled the first token and weights 6 the rest:
+        token_ids:      [40, 151645]
+        logprobs:       [-0.5, -0.25]
+        finish:         "stop"
+        weight_version: "6"
+        spans:          [["5", 0, 1], ["6", 1, 2]]
     """
 
     token_ids: npt.NDArray[np.int32]  # [T]

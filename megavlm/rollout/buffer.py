@@ -19,8 +19,8 @@ class StreamBatch(Generic[T]):
     Groups that the step sampled and does not train on (dynamic sampling).
 
     Example, a step of four groups of which b and d are the first to be played:
-        StreamBatch([b, d], places=[1, 3], is_last=False)
-        StreamBatch([a, c], places=[0, 2], is_last=True)
+        StreamBatch([b, d], indices=[1, 3], is_last=False)
+        StreamBatch([a, c], indices=[0, 2], is_last=True)
     """
 
     groups: Sequence[T]

@@ -28,6 +28,17 @@ def segment(
     return Segment(ids, positions, parent, is_target=parent >= 0, columns=columns, images=images)
 
 
+def hello() -> Tree:
+    """Return the tree of the example in `Tree`: "Hello, world" with the responses "I" and "4!"."""
+    tokens = [[9707, 11, 1879], [40, 151645], [19, 0, 151645]]
+    return Tree(
+        tuple(
+            Segment(torch.tensor(ids), text_positions(len(ids), 3 * bool(i)), -(not i), bool(i))
+            for i, ids in enumerate(tokens)
+        )
+    )
+
+
 def tree(prompt: int, responses: Sequence[int], image: str) -> Tree:
     """Each response is a sequence. Each target token has its own number in `rewards`: its place in
     its response.

@@ -91,12 +91,12 @@ class Pack:
         runs = split_segments(self.segment_bounds, self.context_size)
         gather_index = torch.cat([run_tokens(rank_runs) for rank_runs in runs]).argsort()
         token_index = run_tokens(runs[context_rank])
-        place = gather_index - context_rank * len(token_index)  # valid for held tokens only
+        own_index = gather_index - context_rank * len(token_index)  # valid for held tokens only
         held = torch.zeros(self.num_tokens, dtype=torch.bool)
         held[token_index] = True
         target_index = held[self.source_index].nonzero().flatten()
         feature_index = held[self.vision_index].nonzero().flatten()
-        vision_index = place[self.vision_index[feature_index]]
+        vision_index = own_index[self.vision_index[feature_index]]
         return replace(
             self,
             token_ids=self.token_ids[token_index],
@@ -104,16 +104,14 @@ class Pack:
             token_index=token_index,
             gather_index=gather_index,
             runs=runs[context_rank],
-            source_index=place[self.source_index[target_index]],
+            source_index=own_index[self.source_index[target_index]],
             target_ids=self.target_ids[target_index],
             target_index=target_index,
-            columns=None if self.columns is None else self.columns.select(target_index),
+            columns=self.columns and self.columns.select(target_index),
             vision_index=vision_index,
             vision_runs=_runs(vision_index),
             feature_index=feature_index,
-            routed_experts=None
-            if self.routed_experts is None
-            else self.routed_experts.select(token_index),
+            routed_experts=self.routed_experts and self.routed_experts.select(token_index),
         )
 
     def without_routed_experts(self) -> "Pack":
@@ -125,8 +123,8 @@ class Pack:
         moved: dict[str, Any] = {
             name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)
         }
-        columns = None if self.columns is None else self.columns.to(device)
-        routed_experts = None if self.routed_experts is None else self.routed_experts.to(device)
+        columns = self.columns and self.columns.to(device)
+        routed_experts = self.routed_experts and self.routed_experts.to(device)
         return replace(self, columns=columns, routed_experts=routed_experts, **moved)
 
 
@@ -206,10 +204,8 @@ class _Forest:
         self._routed_experts = None
         if "routes" in arrays:
             counts, routed_experts = arrays["num_routes"].long(), arrays["routes"]
-            ahead = starts - (counts.cumsum(0) - counts)
-            index = torch.arange(len(routed_experts)) + ahead.repeat_interleave(
-                counts
-            )  # their tokens
+            ahead = (starts - _offsets(counts)[:-1]).repeat_interleave(counts)
+            index = torch.arange(len(routed_experts)) + ahead  # their tokens
             experts = routed_experts.new_zeros(len(self._target), *routed_experts.shape[1:])
             is_known = torch.zeros_like(self._target).index_fill_(0, index, True)
             self._routed_experts = RoutedExperts(
@@ -246,13 +242,10 @@ class _Forest:
         if columns is not None:
             columns = columns.select(_between(self._targets_before, segments))
             num_sequences = int(columns.sequence_ids.max()) + 1 if len(target_ids) else 1
-        routed_experts = (
-            None if self._routed_experts is None else self._routed_experts.select(tokens)
-        )
+        routed_experts = self._routed_experts
         if routed_experts is not None:
-            routed_experts = (
-                routed_experts.padded(padding) if routed_experts.is_known.any() else None
-            )
+            known = routed_experts.select(tokens)
+            routed_experts = known.padded(padding) if known.is_known.any() else None
         return Pack(
             token_ids=token_ids,
             positions=torch.cat([self._positions[:, tokens], text_positions(padding, 0)], 1),

@@ -100,9 +100,9 @@ class Tree:
         if len(branches) == len(every):
             return self
         kept = sorted({*self.shared, *(index for number in branches for index in every[number])})
-        places = {-1: -1} | {index: place for place, index in enumerate(kept)}
+        numbers = {-1: -1} | {index: number for number, index in enumerate(kept)}
         segments = (self.segments[index] for index in kept)
-        return Tree(tuple(replace(x, parent=places[x.parent]) for x in segments))
+        return Tree(tuple(replace(x, parent=numbers[x.parent]) for x in segments))
 
 
 def prompt_tree(

@@ -24,6 +24,11 @@ from megavlm.training.step.step_plan import StepPlan
 class RankBatch:
     """One rank's share of a step or of one of its streamed batches: the packs of each minibatch and
     their images. Each minibatch is one update. loss_scales: See StepPlan.
+
+    Example, data rank 0 of the example in StepPlan:
+        minibatches[0][0].token_ids: [9707, 11, 1879, 19, 0, 151645]
+        num_targets: [5]
+        num_tokens: 8
     """
 
     minibatches: list[list[Pack]]

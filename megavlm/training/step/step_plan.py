@@ -34,6 +34,11 @@ class StepPlan:
     image key. tower_trained: If true, an image is encoded in each pack that shows it and not once
     per step. loss_scales: Factors by which the loss weights of the step's minibatches are
     multiplied in the end; None if other streamed batches of the step follow.
+
+    Example, the tree of `Tree` in packs/trees.py, cut for two data ranks with a pack each:
+        tokens of data rank 0: [9707, 11, 1879, 19, 0, 151645]
+        tokens of data rank 1: [9707, 11, 1879, 40, 151645]
+        num_tokens: 8
     """
 
     minibatches: list[Minibatches]

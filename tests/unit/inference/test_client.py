@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import os
+import re
 import struct
 import threading
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from megavlm.inference.answers import parse_generate
 from megavlm.inference.bodies import continue_body, generate_body, processed_media
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError
-from megavlm.inference.protocol import Response, SamplingParams, VersionSpan
+from megavlm.inference.protocol import ABORT, Response, SamplingParams, VersionSpan
 from megavlm.inference.requests import ATTEMPTS, PROMPTS_PER_REQUEST, RequestLimits
 from megavlm.inference.server import ClaimedPort
 from megavlm.rollout.groups import draft_metrics
@@ -340,6 +341,15 @@ def test_an_answer_of_the_right_form_can_be_malformed(
     }
     with pytest.raises(ValueError, match=problem):
         parse_generate({"meta_info": meta}, [prompt], 1, SamplingParams(1.0, 4, vocab_size=9))
+
+
+def test_the_example_of_a_response_is_true() -> None:
+    begun = make_response((40,), (-0.5,), ABORT, "5", (VersionSpan("5", 0, 1),))
+    rest = make_response((151645,), (-0.25,), "stop", "6", (VersionSpan("6", 0, 1),))
+    *values, spans = plain(begun.then(rest))
+    shown = re.findall(r"^ {8}\w+: +(.+)$", str(Response.__doc__), re.M)
+    spans = [[span.version, span.start, span.end] for span in spans]
+    assert [json.loads(value) for value in shown] == [*values, spans]
 
 
 def test_accepted_drafts_are_counted_over_a_response_and_its_continuation() -> None:

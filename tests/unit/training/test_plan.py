@@ -2,6 +2,8 @@
 one rank.
 """
 
+import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,9 +19,9 @@ from megavlm.data.packs.packing import Pack, make_pack
 from megavlm.data.packs.trees import Tree
 from megavlm.training.step.image_plan import ImagePlan, assign_encoders, plan_images
 from megavlm.training.step.pack_plan import Schedule
-from megavlm.training.step.rank_batch import unpack_part
+from megavlm.training.step.rank_batch import RankBatch, unpack_part
 from megavlm.training.step.step_plan import PackShape, StepPlan, plan_step, shown_images
-from tests.support.trees import IMAGE, image, tree
+from tests.support.trees import IMAGE, hello, image, tree
 
 MINIBATCHES = [
     [tree(4, [3, 2], "a"), tree(4, [1, 5], "b"), tree(4, [2], "a")],
@@ -101,6 +103,18 @@ def test_trees_are_the_same_after_their_journey() -> None:
             for name, column in expected.columns.present().items():
                 found = getattr(pack.columns, name)
                 assert torch.equal(found, column) and found.dtype == column.dtype, name
+
+
+def test_the_examples_of_a_plan_and_a_rank_batch_are_true() -> None:
+    planned = plan(2, [[hello()]], max_tokens=6)
+    assert f"num_tokens: {planned.num_tokens}\n" in str(StepPlan.__doc__)
+    for data_rank, ((pack,),) in enumerate(packs_of(planned)):
+        shown = f"tokens of data rank {data_rank}: {pack.token_ids.tolist()}\n"
+        assert shown in str(StepPlan.__doc__)
+    ((packs,), _, values) = unpack_part(planned.part(0), 0, torch.device("cpu"))
+    values["minibatches[0][0].token_ids"] = packs[0].token_ids.tolist()
+    shown = re.findall(r"^ {8}(\S+): (.+)$", str(RankBatch.__doc__), re.M)
+    assert len(shown) == 3 and all(values[name] == json.loads(value) for name, value in shown)
 
 
 def test_no_bytes_per_token_but_numbers() -> None:

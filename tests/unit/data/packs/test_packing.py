@@ -15,7 +15,7 @@ from megavlm.data.packs.positions import text_positions
 from megavlm.data.packs.target_tokens import TargetColumns
 from megavlm.data.packs.trees import Segment, Tree, prompt_tree
 from tests.support.columns import columns
-from tests.support.trees import empty_pack
+from tests.support.trees import empty_pack, hello
 
 IMAGE, VIDEO = 98, 99
 VISION = {IMAGE, VIDEO}
@@ -280,13 +280,8 @@ def test_to_moves_every_tensor() -> None:
 
 
 def test_the_examples_of_trees_and_packs_are_true() -> None:
-    tokens = [[9707, 11, 1879], [40, 151645], [19, 0, 151645]]  # "Hello, world", "I", "4!"
-    tree = Tree(
-        tuple(
-            Segment(torch.tensor(ids), text_positions(len(ids), 3 * bool(i)), -(not i), bool(i))
-            for i, ids in enumerate(tokens)
-        )
-    )
+    tree = hello()
+    tokens = [segment.token_ids.tolist() for segment in tree.segments]
     assert tree.branches() == [[1], [2]]
     assert [len(segment.token_ids) for segment in tree.part([1]).segments] == [3, 3]
     assert Tree.__doc__ is not None and ", ".join(map(str, tokens)) in Tree.__doc__
