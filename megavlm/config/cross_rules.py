@@ -51,6 +51,7 @@ def check(config: Config) -> None:
     _check_optimizer(config)
     _check_evaluation(config)
     _check_checkpoint(config)
+    _check_profile(config)
 
 
 def _sections(config: Config) -> dict[str, Section]:
@@ -303,6 +304,15 @@ def _check_evaluation(config: Config) -> None:
         raise ValueError(
             f"{key}={str(getattr(evaluation, wanted[0])).lower()} needs questions to evaluate on: "
             f"set data.test_files=[FILE.parquet] or turn {key} off"
+        )
+
+
+def _check_profile(config: Config) -> None:
+    steps, last = config.run.profile, config.algorithm.steps
+    if steps and max(steps) > last:
+        raise ValueError(
+            f"run.profile={list(steps)} has a step that never comes, as algorithm.steps={last}: "
+            f"choose steps from 1 to {last}"
         )
 
 

@@ -37,6 +37,14 @@ class RunConfig(Section):
     addresses, keys and projects by environment variables of the packages. A tracker that fails does
     not end the run (metric `tracker_failures`)."""
 
+    profile: tuple[int, ...] = bounded((), least=1)
+    """Steps, counted from 1, that torch.profiler records on the ranks of `run.profile_ranks` and on
+    all rollout servers. RUN_DIR/profile/step_N.json.gz has them on one timeline with the step's
+    phases, for https://ui.perfetto.dev. A profiled step is slower."""
+
+    profile_ranks: tuple[int, ...] = bounded((0,), least=0)
+    """Trainer ranks that `run.profile` records. Each adds tens of megabytes to a profile."""
+
     watchdog: float = bounded(3600.0, least=0.0)
     """Seconds without progress on any rank after which a run is considered hung. The stacks of all
     ranks and of the servers are then written, the rank that the others wait for is named, and the

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class Phases:
@@ -18,15 +18,17 @@ class Phases:
         clock: Callable[[], float] | None = None,
         begun: Callable[[str], object] | None = None,
         before: Mapping[str, float] | None = None,
+        annotate: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Start the clock.
 
         synchronize: waits for queued device work; called at both ends of a phase. begun: called
         with the name of each phase that begins. before: seconds of phases that ended earlier.
+        annotate: returns a context that shows a phase in a profile.
         """
         self._synchronize = synchronize or (lambda: None)
         self._begun = begun or (lambda name: None)
-        self._clock = clock or time.perf_counter
+        self._annotate, self._clock = annotate, clock or time.perf_counter
         self._seconds = dict(before or {})
         self._start = self._clock() - sum(self._seconds.values())
         self.current, self.beats = "start", 0
@@ -42,8 +44,9 @@ class Phases:
         self.beat()
         self._synchronize()
         start = self._clock()
-        yield
-        self._synchronize()
+        with self._annotate(name):
+            yield
+            self._synchronize()
         self.current = outer
         self.beat()
         self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start

@@ -5,6 +5,8 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from torch.profiler import record_function
+
 from megavlm.config.algorithm import DPO, PPO, SFT, PolicyOptimization
 from megavlm.config.dump import changes, write
 from megavlm.config.schema import Config
@@ -46,7 +48,10 @@ def train(config: Config, progress: Progress) -> bool:
     mesh = build_mesh(Layout.from_config(config.parallel), seed=config.run.seed)
     check_reachable_files(config)
     phases = Phases(
-        platform.synchronize, begun=progress.show, before={"start of ranks": progress.elapsed}
+        platform.synchronize,
+        begun=progress.show,
+        before={"start of ranks": progress.elapsed},
+        annotate=record_function,
     )
     watchdog = Watchdog(
         config.run.watchdog,

@@ -12,6 +12,7 @@ from megavlm.parallel.offload import Offloadable
 from megavlm.training.colocate import SharedMemory, trainer_memory
 from megavlm.training.driver import Driver
 from megavlm.training.guards import StopRequest, TimeLimit
+from megavlm.training.profiler import StepProfiler
 from megavlm.training.step.rank_batch import RankBatch, share_batch
 from megavlm.training.step.rank_images import ImageReader
 from megavlm.training.step.step_plan import StepPlan
@@ -122,6 +123,8 @@ class BaseTrainer:
         """
         state, config = self.train_state, self.train_state.config
         last, resumed = config.algorithm.steps, state.step or None
+        connection = None if self.driver is None else self.driver.connection
+        profiled = StepProfiler(state, None if connection is None else connection.server_pool)
         with StopRequest(limit) as stop, state.saver:
             while True:
                 is_stopping = stop.agreed()
@@ -137,7 +140,8 @@ class BaseTrainer:
                     return not is_stopping
                 state.start_step_clock()
                 state.progress.count(state.step, last)
-                self.train_step()
+                with profiled(state.step + 1):
+                    self.train_step()
                 state.saver.poll()
 
     def evaluation_is_due(self) -> bool:

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from megavlm.demo.data import DemoData
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.models.common.hf_source import HFFolder
+from megavlm.observability.traces import read_trace
 from megavlm.process import ExitCode
 from tests.e2e.conftest import World
 from tests.support.draft_head import add_draft_head
@@ -40,6 +41,7 @@ def trained(world: World) -> Path:
         rollout={"temperature": 0.7},
         evaluation={"before": True, "after": True},
         checkpoint={"export_hf": True, "verify_export": True},
+        run={"profile": [2], "profile_ranks": [0, 1]},
     )
     done = world.megavlm("train", recipe)
     assert done.returncode == 0, done.stderr
@@ -88,6 +90,26 @@ def test_three_steps(world: World) -> None:
     assert len(moved) > 20
     key = (run / "rollout_server.log").read_text() + (run / "config.yaml").read_text()
     assert "api_key" not in key
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_profile_has_ranks_and_servers_on_one_timeline(world: World) -> None:
+    folder = world.root / "grpo/profile"
+    assert [path.name for path in folder.iterdir()] == ["step_2.json.gz"]
+    events = read_trace(folder / "step_2.json.gz")["traceEvents"]
+    names = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
+    spans: dict[tuple[str, str], tuple[float, float]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            spans[names[event["pid"]], event["name"]] = event["ts"], event["ts"] + event["dur"]
+    start, end = spans["rank_0", "rollout"]
+    for rank in ("rank_0", "rank_1"):
+        assert {name for process, name in spans if process == rank} > {"update", "sync", "vision"}
+        assert spans[rank, "update"][0] > end, "the clocks agree"
+    served = [span for (process, _), span in spans.items() if process.startswith("server_0")]
+    assert any(start < begun < ended < end for begun, ended in served), "the server generates"
 
 
 @pytest.mark.long

@@ -28,6 +28,11 @@ def check_ranks(config: Config, world_size: int) -> None:
             f"{size * data} ranks, but the world size is {world_size}: start {size * data} ranks, "
             "or set parallel.data=null to take what there is"
         )
+    if missing := [rank for rank in config.run.profile_ranks if rank >= world_size]:
+        raise ValueError(
+            f"run.profile_ranks={list(config.run.profile_ranks)} names rank {missing[0]}, but the "
+            f"run has ranks 0 to {world_size - 1}: choose among them"
+        )
     algorithm, ranks = config.algorithm, world_size // size
     if isinstance(algorithm, PolicyOptimization):
         work = algorithm.prompts_per_step // algorithm.minibatches * algorithm.responses_per_prompt

@@ -374,6 +374,7 @@ BROKEN = {
         "evaluation.every=5",
         "evaluation.shuffled=false",
     ): "is not measured with evaluation.shuffled=false",
+    ("run.profile=[3,50]", "algorithm.steps=40"): "run.profile=[3, 50] has a step that never comes",
     (*GREEDY,): "checkpoint.best_metric=evaluation/greedy needs evaluations of saved steps",
     (*GREEDY, "evaluation.before=true"): "set evaluation.every to checkpoint.every",
 }

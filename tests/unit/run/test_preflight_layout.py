@@ -81,6 +81,7 @@ def test_a_policy_loss_and_an_estimator_are_found_before_anything_starts(
             "world size 12: start a multiple of 8 ranks",
         ),
         (["parallel.tensor=2", "parallel.data=2"], 8, "is 4 ranks, but the world size is 8"),
+        (["run.profile_ranks=[0,4]"], 4, "names rank 4, but the run has ranks 0 to 3"),
         (
             ["parallel.expert=4"],
             6,
