@@ -18,9 +18,9 @@ from megavlm.data.media.image_decoding import decode
 from megavlm.data.media.image_processing import ImageCache, ProcessedImage
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
-from megavlm.demo.tiny_model import SPECIAL_TOKENS
 from megavlm.families import FAMILIES, family_of
 from megavlm.models.common.qwen_inputs import QwenImages
+from megavlm.models.common.qwen_tiny import TOKENS
 from tests.conftest import DATA, read_rows
 from tests.support.samples import auto_processor, image, our_processor
 
@@ -207,7 +207,7 @@ def test_answers_and_suppressed_ids(folder: Path, processor: Processor) -> None:
     assert processor.decode(processor.encode_answer(" red ")) == "red"
     vocab_size = config.text_config.vocab_size
     assert processor.vocab_size == vocab_size
-    expected = {tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS} - {end}
+    expected = {tokenizer.convert_tokens_to_ids(token) for token in TOKENS.special} - {end}
     expected |= set(range(len(tokenizer), vocab_size))
     assert set(processor.suppressed_ids) == expected
     assert processor.image_token_id in expected

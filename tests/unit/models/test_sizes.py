@@ -61,6 +61,8 @@ CLUSTERS = {
     "Qwen3.5-9B": Cluster(Layout(tensor=8, context=2), 16),  # four key-value heads for eight ranks
     "Qwen3.5-27B": Cluster(Layout(tensor=4, pipeline=2), 16),
     "Qwen3.5-35B-A3B": Cluster(Layout(tensor=2, expert=8), 16),
+    "GLM-4.1V-9B-Thinking": Cluster(Layout(tensor=4), 8),  # two key-value heads for four ranks
+    "GLM-4.6V": Cluster(Layout(tensor=4, pipeline=2, expert=8), 16),
 }
 
 
