@@ -12,12 +12,12 @@ from megavlm.config.data import Data
 from megavlm.data.media.image_processing import ImageCache, ProcessedImage
 from megavlm.data.media.videos import Grid, ProcessedVideo
 from megavlm.data.packs.positions import Span
-from megavlm.models.common.qwen_inputs import MultimodalPositions, QwenImages, QwenVideos
+from megavlm.models.common.inputs import MultimodalPositions, ResizedImages, ResizedVideos
 
 __all__ = ["images", "model_inputs", "positions", "videos"]
 
 
-class GlmImages(QwenImages):
+class GlmImages(ResizedImages):
     """Images of any size, resized to a multiple of a token's side. In the model folder, the bounds
     on their pixels count every frame of a patch.
     """
@@ -35,7 +35,7 @@ class GlmImages(QwenImages):
         return smart_resize(frames, height, width, frames, side, low * frames, high * frames)
 
 
-class GlmVideos(QwenVideos):
+class GlmVideos(ResizedVideos):
     """Videos: for each frame of the grid its image tokens, then its time as text."""
 
     bounds_all_frames = True

@@ -1,4 +1,4 @@
-"""Inputs of the Qwen families: images resized to whole tokens, videos, and M-RoPE positions."""
+"""Inputs that several families share: resized images and videos, and M-RoPE positions."""
 
 import inspect
 import math
@@ -20,7 +20,7 @@ from megavlm.data.media.videos import ProcessedVideo, VideoProcessor
 from megavlm.data.packs.positions import Span, mrope_positions
 
 
-class QwenImages(ImageProcessor):
+class ResizedImages(ImageProcessor):
     """Images of any size, resized to a multiple of a token's side within bounds on their pixels."""
 
     def __init__(self, hf_config: Any, image_processor: Any, data: Data, cache: ImageCache) -> None:
@@ -84,7 +84,7 @@ class QwenImages(ImageProcessor):
         return processed
 
 
-class QwenVideos(VideoProcessor):
+class ResizedVideos(VideoProcessor):
     """Videos that a family shows by tokens of its own (`prompt_ids`).
 
     bounds_all_frames: True if the processor's pixel bounds count all frames together, as in
@@ -205,9 +205,9 @@ def model_inputs(
     return inputs
 
 
-def images(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> QwenImages:
+def images(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> ResizedImages:
     """Return the images of prompts. processor: transformers' processor."""
-    return QwenImages(hf_config, processor.image_processor, data, cache)
+    return ResizedImages(hf_config, processor.image_processor, data, cache)
 
 
 def _format_of(processor: Any) -> PatchFormat:
