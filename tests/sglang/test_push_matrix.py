@@ -89,6 +89,7 @@ SUBSET = [
     Case("glm4v", 2, "TP2xPP2", "tensor", "adapter"),
     Case("glm4v_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
     Case("glm4v_moe", 2, "EP2", "tensor", "lora"),
+    Case("glm4v_moe", 2, "EP2", "tensor", "adapter"),
     Case("qwen3_5" + DRAFTS, 2, "TP2", "distributed", "tower"),
     Case("qwen3_5" + DRAFTS, 2, "TP2xPP2", "tensor", "adapter"),
 ]
