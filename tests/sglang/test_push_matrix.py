@@ -85,7 +85,7 @@ SUBSET = [
     Case("qwen3_5_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
     Case("qwen3_5_moe", 1, "EP2", "tensor", "adapter"),
     Case("glm4v", 2, "TP2xPP2", "tensor", "tower"),
-    Case("glm4v", 2, "TP2", "distributed", "lora"),
+    Case("glm4v", 2, "TP2", "disk", "lora"),
     Case("glm4v", 2, "TP2xPP2", "tensor", "adapter"),
     Case("glm4v_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
     Case("glm4v_moe", 2, "EP2", "tensor", "lora"),

@@ -76,9 +76,7 @@ def after_push(served: Served, kind: str, version: int, folder: Path) -> dict[st
         pytest.param("qwen3_vl", "tensor", "TP2", marks=pytest.mark.slow),
         pytest.param("qwen3_5", "tensor", "TP2", marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", "distributed", "EP2", marks=pytest.mark.slow),
-        pytest.param("glm4v", "tensor", "TP2", marks=pytest.mark.slow),
         pytest.param("glm4v_moe", "distributed", "EP2", marks=pytest.mark.slow),
-        pytest.param("glm4v_moe", "disk", "PP2", marks=pytest.mark.slow),
     ],
 )
 def test_push(
