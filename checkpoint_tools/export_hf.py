@@ -23,7 +23,7 @@ from megavlm.checkpointing.folder import copy_hf_files
 from megavlm.checkpointing.untrained import UntrainedTensor, untrained_tensors
 from megavlm.families import family
 from megavlm.models.common.hf_source import INDEX, SINGLE
-from megavlm.models.common.loading import MEMORY, Form, stack_shape
+from megavlm.models.common.loading import MEMORY, Form, written_shapes
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Entry
 
@@ -113,6 +113,9 @@ def write_hf(
         tensors = entry.to_hf(full)
         if form == MEMORY and entry.transposed:
             tensors = tuple(row.t() for row in tensors)
+        elif form != MEMORY and entry.separate:
+            (row,) = tensors
+            tensors = row.chunk(len(written_shapes(entry, form)))
         return [tensor.contiguous() for tensor in tensors]
 
     sources = (*weights.folders, *([adapters.path] if adapters else []))
@@ -196,8 +199,9 @@ def _plan(
     files: list[_File] = []
     for group in weights.groups.values():
         specs = {
-            name: Spec(_dtype(weights, group[0], dtype), stack_shape(group[0], shape, form))
-            for name, shape in zip(group[0].hf, group[0].hf_shapes, strict=True)
+            name: Spec(_dtype(weights, entry, dtype), shape)
+            for entry in group
+            for name, shape in written_shapes(entry, form).items()
         }
         nbytes = sum(spec.nbytes for spec in specs.values())
         if not files or files[-1].nbytes + nbytes > max_shard_bytes:
@@ -213,7 +217,7 @@ def _plan(
     for number, file in enumerate(files, start=1):
         if len(files) > 1:
             file.name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        _large_items_first(file)
+        _large_items_first(file, form)
     return files
 
 
@@ -224,13 +228,13 @@ def _dtype(weights: Weights, entry: Entry, dtype: torch.dtype | None) -> torch.d
     return dtype
 
 
-def _large_items_first(file: _File) -> None:
+def _large_items_first(file: _File, form: Form) -> None:
     """Sort tensors by item size, as SafetensorsWriter requires. The sort is stable."""
 
     def itemsize(name: str) -> int:
         return -file.specs[name].dtype.itemsize
 
-    file.groups.sort(key=lambda group: itemsize(group[0].hf[0]))
+    file.groups.sort(key=lambda group: itemsize(next(iter(written_shapes(group[0], form)))))
     file.specs = {name: file.specs[name] for name in sorted(file.specs, key=itemsize)}
 
 

@@ -16,6 +16,7 @@ from checkpoint_tools.lora.step_adapters import describe_adapters, has_adapters
 from checkpoint_tools.safetensors_io import Spec
 from checkpoint_tools.weights import Weights
 from megavlm.checkpointing.untrained import untrained_tensors
+from megavlm.models.common.loading import written_shapes
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Shape
 from megavlm.models.sizes import ParameterSize
@@ -63,7 +64,14 @@ def weights_summary(weights: Weights) -> dict[str, Any]:
         "has_optimizer": step.has_optimizer if step else None,
         "parameters": sum(part.parameters for part in parts),
         "bytes": sum(part.bytes for part in parts),
-        "hf_tensors": sum(len(group[0].hf) for group in weights.groups.values())
+        "hf_tensors": len(
+            {
+                name
+                for group in weights.groups.values()
+                for entry in group
+                for name in written_shapes(entry, weights.experts)
+            }
+        )
         + len(untrained_tensors(weights.hf_files)),
         "components": [vars(part) for part in parts],
         "adapters": describe_adapters(weights) if has_adapters(weights) else None,

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
+from megavlm.families import DEMO as FAMILY
 from megavlm.families import FAMILIES
 
 ALGORITHM = "grpo"  # the demo's default
-FAMILY = "qwen2_5_vl"  # default family of a tiny model
 _FOLDER = re.compile(r"(?:^|/)runs/demo(?P<variant>-[^/]*?)??(?:-data-(?P<data>[^/]*))?(?:/|$)")
 
 

@@ -1,6 +1,6 @@
 """Model families that megavlm trains, by the `model_type` of a model folder's config.json.
 
-A family is a package with four modules. A new family adds these, and a line in FAMILIES:
+A family is a package with five modules. A new family adds these, and a line in FAMILIES:
 
     config.py   `language_sizes`, `architecture`, `rotary`, `patch_sizes`: the model, as plain
                 values; `FOLDER_NAMES`, what other files of a model folder repeat of them;
@@ -10,6 +10,7 @@ A family is a package with four modules. A new family adds these, and a line in 
     inputs.py   `images`, `positions` and `model_inputs`: how images become pixels and tokens, the
                 positions of tokens, and inputs of transformers' model; `videos`, if prompts may
                 have some
+    tiny.py     `TINY`: tiny models of the demo and of tests, by model_type
 
 They are imported when they are first used, so that a process that checks a recipe or prepares
 prompts does not import megatron-core.
@@ -18,7 +19,7 @@ prompts does not import megatron-core.
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -32,11 +33,13 @@ class Family:
         imports no other models, so it starts in less time. "" imports all.
     coordinates: Form in which the family was trained to name places in an image: relative (0 to
         1000 across and down) or pixels (of the image as the model sees it).
+    server_args: SGLang's arguments with which it stores the family's weights as they are sent.
     """
 
     package: str
     served_modules: str = ""
     coordinates: Literal["relative", "pixels"] = "relative"
+    server_args: Mapping[str, Any] = field(default_factory=dict)
 
     def language_sizes(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of `architecture` that layout rules need.
@@ -115,6 +118,11 @@ class Family:
         """
         return self._module("inputs").model_inputs(hf_config, token_ids, positions, images)
 
+    def tiny(self) -> Mapping[str, Any]:
+        """Return the parts of its tiny models (common.tiny.TinyFamily) by model_type."""
+        models: Mapping[str, Any] = self._module("tiny").TINY
+        return models
+
     def served_config(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of a config.json, completed by values that SGLang reads and
         transformers may leave out. Families without `served_config` need none.
@@ -134,7 +142,14 @@ FAMILIES = {
     "qwen3_vl_moe": Family("megavlm.models.qwen3_vl", "qwen"),
     "qwen3_5": Family("megavlm.models.qwen3_5", "qwen"),
     "qwen3_5_moe": Family("megavlm.models.qwen3_5", "qwen"),
+    "glm4v": Family("megavlm.models.glm4v", "glm4"),
+    # On a GPU, SGLang would store the shared expert in the stacks of routed ones.
+    "glm4v_moe": Family(
+        "megavlm.models.glm4v", "glm4", server_args={"disable_shared_experts_fusion": True}
+    ),
 }
+
+DEMO = "qwen2_5_vl"  # family of a tiny model, if none is named
 
 
 # Prefixes of hub tensors that the models here do not have: the head that predicts several tokens
@@ -157,8 +172,10 @@ def family(model_type: Any) -> Family:
     since a config.json may hold anything.
     """
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
         raise ValueError(
-            f"model_type {model_type!r} is not supported: use one of {', '.join(sorted(FAMILIES))}."
+            f"model_type {model_type!r} is not supported: use one of {known}, or add a family "
+            "(docs/guides/families.md)."
         )
     return FAMILIES[model_type]
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -114,13 +115,14 @@ class Processor:
         template = processor.chat_template or self._tokenizer.chat_template
         if template is None:
             raise ValueError(f"model.folder: {folder} has no chat template; take an Instruct model")
-        self.eos_id, self.stop_ids = self._ends(folder, config, template)
+        self.end_ids, self.stop_ids = self._ends(folder, config, template)
+        self.eos_id = self.end_ids[0]  # of a turn without tool calls; the last is that of calls
         control = (*self.vision_token_ids, *self.stop_ids, self._tokenizer.pad_token_id)
         self.chat_template = ChatTemplate(
             self._tokenizer,
             template,
             data,
-            end_id=self.eos_id,
+            end_ids=self.end_ids,
             control_ids=[i for i in control if i is not None],
         )
         self.merge_size = self._images.format.merge  # patches of a side that become one token
@@ -132,18 +134,21 @@ class Processor:
         added = self._tokenizer.added_tokens_decoder
         special = {index for index, token in added.items() if token.special}
         unused = set(range(self.vocab_size)) - set(self._tokenizer.get_vocab().values())
-        # Tokens that are never sampled: special ids other than the end of a turn, and unused rows
+        # Tokens that are never sampled: special ids other than the ends of a turn, and unused rows
         # of the embedding table.
-        self.suppressed_ids = tuple(sorted((special | unused) - {self.eos_id}))
+        self.suppressed_ids = tuple(sorted((special | unused) - {*self.end_ids}))
 
     def _ends(
         self, folder: Path, config: PreTrainedConfig, template: str
-    ) -> tuple[int, tuple[int, ...]]:
-        """Return the token that ends a turn, and all stop tokens of the servers.
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tokens that end a turn, and all stop tokens of the servers.
 
         Servers stop at the eos tokens of the tokenizer, of config.json and of
         generation_config.json. The end of a turn is trained on. It is the token that the chat
-        template writes after a response if that is a stop token, else the tokenizer's eos token.
+        template writes after a response, or else at the start of the next message, if that is a
+        stop token: some templates mark where a message begins, and a response ends by the mark of a
+        user's message, or after tool calls by that of a tool's. Otherwise it is the tokenizer's eos
+        token.
         """
         file = folder / "generation_config.json"
         generation = json.loads(file.read_text()) if file.is_file() else {}
@@ -157,10 +162,18 @@ class Processor:
         for ids in named:
             if ids is not None:
                 stops.update(ids if isinstance(ids, list) else [ids])
-        text = text_after_response(self._tokenizer, template)
-        written = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        end = written[0] if written and written[0] in stops else self._tokenizer.eos_token_id
-        return end, tuple(sorted(stops))
+        ends: dict[int, None] = {}
+        for role in (None, "user", "tool"):
+            try:
+                text = text_after_response(self._tokenizer, template, role)
+            except TemplateError:  # it knows no tools
+                continue
+            written = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            if written and written[0] in stops:
+                ends[written[0]] = None
+            if role is None and ends:
+                break
+        return tuple(ends) or (self._tokenizer.eos_token_id,), tuple(sorted(stops))
 
     def prompt(self, row: Row) -> Prompt:
         """Convert a row to tokens, positions, images and videos.
@@ -238,8 +251,9 @@ class Processor:
 
         Raises ValueError as `prompt` does, but not for the length.
         """
-        assert response[-1] == self.eos_id, "a truncated turn has no next one"
-        following = self._ids(row, self.chat_template.next_turn(row))
+        assert response[-1] in self.end_ids, "a truncated turn has no next one"
+        end = self._tokenizer.decode([response[-1]])
+        following = self._ids(row, self.chat_template.next_turn(row, end))
         short_ids = [*prompt.short_ids, *response, *following]
         return self._prompt(row, short_ids, prompt.images)
 
@@ -374,7 +388,10 @@ class Processor:
         """Return the tokens of the row's answer and the end of the turn. The chat template renders
         the answer, with its tool calls and thoughts. Raises ValueError as `supervised_prompt` does.
         """
-        return self.encode_answer(self.chat_template.answer(row))
+        ids = self.encode_answer(self.chat_template.answer(row))
+        if row.response is not None and row.response.keys.get("tool_calls"):
+            ids[-1] = self.end_ids[-1]
+        return ids
 
     def _short_ids(self, row: Row) -> list[int]:
         return self._ids(row, self.chat_template.prompt(row))

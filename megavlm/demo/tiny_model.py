@@ -1,4 +1,4 @@
-"""A tiny Qwen-VL with random weights, as a complete HuggingFace folder.
+"""A tiny model with random weights, as a complete HuggingFace folder.
 
 The folder holds the same files as a released model (config, generation config, safetensors,
 tokenizer, chat template, processor configs), so transformers and SGLang load it like any other.
@@ -14,36 +14,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from megavlm.demo.tiny_configs import END_OF_TEXT, END_OF_TURN, TinySizes, tiny_config
 from megavlm.demo_folder import FAMILY
+from megavlm.models.common.tiny import TinyFamily, TinySizes, TinyTokens, tiny_config, tiny_family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
-
-SPECIAL_TOKENS = (
-    END_OF_TEXT,
-    "<|im_start|>",
-    END_OF_TURN,
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-
-# Added where texts have tool calls, as in the released tokenizers from Qwen2.5 on.
-TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-
-# This is Qwen2.5-VL's released template without the default system message, to keep prompts short.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n"
-    "{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
-    "<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif content['type'] == 'video' or 'video' in content %}"
-    "<|vision_start|><|video_pad|><|vision_end|>"
-    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def make_tiny_model(
@@ -60,7 +33,7 @@ def make_tiny_model(
     """Write a random model and a tokenizer trained on `texts` to `folder`.
 
     texts: training texts of the tokenizer; a frequent word becomes one token.
-    family: the model_type, as in `tiny_configs.TINY_FAMILIES`.
+    family: the model_type, as in `families.FAMILIES`.
     randomise_norms_and_biases: draw norm weights around 1 and biases around 0 instead of exactly
         1 and 0, so that a test notices a norm or a bias that was left out or swapped; also draw
         routers that send tokens to all experts.
@@ -69,23 +42,24 @@ def make_tiny_model(
         image tokens by default.
     sizes: fields of TinySizes.
 
-    Raises ValueError for a family that has no tiny form, and for sizes that the family does not
-    allow.
+    Raises ValueError for an unknown family, and for sizes that the family does not allow.
     """
-    folder = Path(folder)
-    tokenizer = train_tokenizer(texts, max_vocab=max_vocab)
+    folder, parts = Path(folder), tiny_family(family)
+    tokenizer = train_tokenizer(texts, parts.tokens, max_vocab=max_vocab)
     vocab = tokenizer.get_vocab()
-    ids = {token: vocab[token] for token in SPECIAL_TOKENS}
+    ids = {token: vocab[token] for token in parts.tokens.special}
     # The vocabulary is a multiple of 64, as in released models, so that tensor parallelism can
     # split it.
     vocab_size = -(-len(tokenizer) // 64) * 64
     config = tiny_config(family, TinySizes(**sizes), vocab_size, ids)
-    _save_model(folder, config, seed=seed, randomise=randomise_norms_and_biases)
-    _save_processor(folder, config, tokenizer, max_pixels=max_pixels)
+    _save_model(folder, parts, config, seed=seed, randomise=randomise_norms_and_biases)
+    _save_processor(folder, parts.processor(config, tokenizer, max_pixels))
 
 
-def train_tokenizer(texts: Iterable[str], *, max_vocab: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE with Qwen's special tokens and chat template, for any text."""
+def train_tokenizer(
+    texts: Iterable[str], tokens: TinyTokens, *, max_vocab: int
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE with a family's special tokens and chat template, for any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -95,24 +69,26 @@ def train_tokenizer(texts: Iterable[str], *, max_vocab: int) -> PreTrainedTokeni
         show_progress=False,
     )
     # The words of the chat template are in every prompt, so each of them becomes one token.
-    roles = ["system\n", "user\n", "assistant\n"] * 100
+    roles = [*tokens.roles] * 100
     texts = list(texts)
     tokenizer.train_from_iterator([*texts, *roles], trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
-    if any(TOOL_TOKENS[0] in text for text in texts):
-        tokenizer.add_tokens([AddedToken(token) for token in TOOL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in tokens.special])
+    if any(tokens.tools[0] in text for text in texts):
+        tokenizer.add_tokens([AddedToken(token) for token in tokens.tools])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token=END_OF_TURN,
-        pad_token=END_OF_TEXT,
-        additional_special_tokens=list(SPECIAL_TOKENS),
-        chat_template=CHAT_TEMPLATE,
+        eos_token=tokens.eos,
+        pad_token=tokens.end_of_text,
+        additional_special_tokens=list(tokens.special),
+        chat_template=tokens.chat_template,
         model_max_length=32768,
         clean_up_tokenization_spaces=False,
     )
 
 
-def _save_model(folder: Path, config: PreTrainedConfig, *, seed: int, randomise: bool) -> None:
+def _save_model(
+    folder: Path, parts: TinyFamily, config: PreTrainedConfig, *, seed: int, randomise: bool
+) -> None:
     define_torchvision_operators()
     from transformers import AutoModelForImageTextToText
 
@@ -124,14 +100,12 @@ def _save_model(folder: Path, config: PreTrainedConfig, *, seed: int, randomise:
             _randomise(model)
     text = config.text_config
     model.generation_config = GenerationConfig(
-        bos_token_id=text.bos_token_id,
+        bos_token_id=getattr(text, "bos_token_id", None),
         eos_token_id=text.eos_token_id,
         pad_token_id=text.pad_token_id,
     )
-    # Qwen3.5's released files stack experts in the same way as transformers in memory, but
-    # transformers' "original format" has a tensor for each expert.
-    model.save_pretrained(folder, save_original_format=config.model_type != "qwen3_5_moe")
-    if config.model_type == "qwen3_vl_moe":
+    model.save_pretrained(folder, save_original_format=parts.has_original_form)
+    if parts.transposes_experts:
         _transpose_expert_stacks(folder / "model.safetensors")
 
 
@@ -156,6 +130,9 @@ def _randomise(model: Any) -> None:
             routers.append(parameter)
     for router in routers:  # [experts, H]: logits of about unit variance
         router.data = torch.randn_like(router) / router.size(1) ** 0.5
+    for name, buffer in model.named_buffers():  # with which routers choose experts
+        if ".mlp.gate." in name:
+            buffer.data += 0.3 * torch.randn_like(buffer)
     if routers:
         # Attention adds nearly the same vector to all tokens. A token's embedding must outweigh
         # it, so that tokens use different experts in the last layers, too.
@@ -173,40 +150,7 @@ def _transpose_expert_stacks(path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
 
 
-def _save_processor(
-    folder: Path,
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    max_pixels: int | None,
-) -> None:
-    define_torchvision_operators()
-    from transformers import (
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-        Qwen3VLProcessor,
-        Qwen3VLVideoProcessor,
-    )
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
-
-    factor = config.vision_config.patch_size * config.vision_config.spatial_merge_size
-    bounds = {"min_pixels": (2 * factor) ** 2, "max_pixels": max_pixels or 1280 * factor**2}
-    processor_class: Any = PROCESSOR_MAPPING[type(config)]
-    if processor_class is Qwen3VLProcessor:
-        half = [0.5] * 3
-        images = Qwen2VLImageProcessor(**bounds, patch_size=16, image_mean=half, image_std=half)
-        # The limits of a video count the pixels of all its frames.
-        size = {"shortest_edge": bounds["min_pixels"], "longest_edge": 16 * bounds["max_pixels"]}
-        videos: Any = Qwen3VLVideoProcessor(size=size, cap_pixels_per_frame=False)
-    else:
-        images = Qwen2VLImageProcessor(**bounds)
-        videos = Qwen2VLVideoProcessor(**bounds)
-    processor = processor_class(
-        image_processor=images,
-        tokenizer=tokenizer,
-        video_processor=videos,
-        chat_template=CHAT_TEMPLATE,
-    )
+def _save_processor(folder: Path, processor: Any) -> None:
     processor.save_pretrained(folder)
     # Released folders have preprocessor_config.json, and tools look for it. transformers 5 only
     # writes the same content as a part of processor_config.json.

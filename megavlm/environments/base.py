@@ -98,15 +98,16 @@ class Step:
 class ChatFormat:
     """The form of a model's responses, and of the images that it sees.
 
-    calls: Form of a tool call in <tool_call>: a JSON object (Qwen2.5-VL, Qwen3-VL), or tags for the
-        function and its parameters (Qwen3.5 and later).
+    calls: Form of a tool call in <tool_call>: a JSON object (Qwen2.5-VL, Qwen3-VL), tags for the
+        function and its parameters (Qwen3.5 and later), or pairs of keys and values (GLM-4.5 and
+        later).
     opens_thought: True if the prompt itself opens a thought, so that a response begins inside it.
     coordinates: Form in which the model was trained to name places in an image: relative (0 to 1000
         across and down the image) or pixels (of the image as the model sees it).
     token_side: Side in pixels of the square of an image that becomes one token.
     """
 
-    calls: Literal["json", "xml"] = "json"
+    calls: Literal["json", "xml", "pairs"] = "json"
     opens_thought: bool = False
     coordinates: Literal["relative", "pixels"] = "relative"
     token_side: int = 28

@@ -15,7 +15,7 @@ from megavlm import sglang_cpu
 from megavlm.config.algorithm import PolicyOptimization, replays_routing
 from megavlm.config.lora import SERVED_TARGETS
 from megavlm.config.schema import Config
-from megavlm.families import family
+from megavlm.families import Family, family
 
 ServerArgs = Mapping[str, str | int | float | bool | list[str] | None]
 
@@ -97,6 +97,7 @@ class ServerOptions:
             "tp_size": self.tensor_parallel,
             **(sglang_cpu.ARGS if self.device == "cpu" else {}),
             **(sglang_cpu.LINEAR_ARGS if self.device == "cpu" and self._is_linear else {}),
+            **(self._family.server_args if self._family else {}),
             "log_level": "warning",
             **self.server_args,
         }
@@ -114,9 +115,10 @@ class ServerOptions:
         return values
 
     @property
-    def _served_modules(self) -> str:
+    def _family(self) -> Family | None:
+        """The model's family, None without a config.json."""
         values = self._model_values
-        return family(values["model_type"]).served_modules if values else ""
+        return family(values["model_type"]) if values else None
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables of a server on any machine."""
@@ -147,9 +149,8 @@ class ServerOptions:
         }
         variables |= self.variables()
         if self.device == "cpu":
-            variables |= sglang_cpu.variables(
-                self._served_modules, self.tensor_parallel, first_core
-            )
+            served = self._family.served_modules if self._family else ""
+            variables |= sglang_cpu.variables(served, self.tensor_parallel, first_core)
         return variables
 
 

@@ -61,6 +61,8 @@ def _layer_values(config: Config, architecture: dict[str, Any], layer: int) -> _
     has_experts = architecture.get("moe_layer_freq", none)[layer]
     # Input and output of both norms.
     norms = 2 * (_norm_inputs(config, architecture) + 1) * architecture["hidden_size"]
+    if architecture.get("post_norms"):  # the input of two more, whose output is added
+        norms += 2 * _norm_inputs(config, architecture) * architecture["hidden_size"]
     attention = _linear_values if is_linear else _attention_values
     others, core, core_inputs = attention(config, architecture)
     mlp = _expert_values if has_experts else _mlp_values

@@ -23,7 +23,12 @@ from megavlm.planner.rates import NODE
 from megavlm.weight_sync.block_fp8 import VALUES
 from megavlm.weight_sync.lora import adapter_bytes
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, numel
-from megavlm.weight_sync.sglang_layout import ServerLayout, linear_rows, server_tensors
+from megavlm.weight_sync.sglang_layout import (
+    ServerLayout,
+    linear_rows,
+    server_tensors,
+    vision_head_dim,
+)
 from megavlm.weight_sync.trainable import adapted_entries, trained_entries
 
 # LoRA adapters that are assumed for the table's column if the run has none.
@@ -73,6 +78,7 @@ def server_layout(config: Config, hf_config: Any) -> ServerLayout:
         bool(hf_config.tie_word_embeddings),
         linear_rows(hf_config.text_config),
         fp8=rollout.quantization == "fp8",
+        vision_head_dim=vision_head_dim(hf_config.vision_config),
     )
 
 

@@ -317,7 +317,7 @@ class EpisodeRunner:
         image token.
         """
         ids = response.token_ids
-        is_whole = len(ids) > 0 and ids[-1] == self._processor.eos_id
+        is_whole = len(ids) > 0 and ids[-1] in self._processor.end_ids
         vision = np.isin(ids, self._processor.vision_token_ids).any()
         return is_whole and not vision and len(episode.responses) + 1 < self._settings.max_turns
 

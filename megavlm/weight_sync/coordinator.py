@@ -217,6 +217,7 @@ class SyncCoordinator:
             on_cpu=receiver.device == "cpu",
             whole_experts=not _is_plain(receiver, kernel),
             fp8=settings.fp8,
+            vision_head_dim=settings.vision_head_dim,
         )
 
 

@@ -35,7 +35,7 @@ def gather(
     """
     rank = dist.get_rank()
     mine = {
-        i: shards[i]().to(plan.entries[i].dtype or dtype)
+        i: shards[i]().to(plan.entries[i].sent_dtype or dtype)
         for i in indices
         if rank in plan.source_ranks[i]
     }
@@ -122,7 +122,7 @@ def _receive(
         if entry.shard.dim is not None:
             shape[entry.shard.dim] //= parts
         shapes.append(torch.Size(shape))
-        dtypes.append(entry.dtype or dtype)
+        dtypes.append(entry.sent_dtype or dtype)
     sizes = [shape.numel() * kind.itemsize for shape, kind in zip(shapes, dtypes, strict=True)]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=platform.device())
     dist.recv(flat, source_rank)

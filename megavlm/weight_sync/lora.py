@@ -125,8 +125,10 @@ def unload_adapters(servers: Servers, *, but: str) -> None:
 def adapter_config(settings: LoRA, entries: Sequence[Entry]) -> dict[str, Any]:
     """Return the content of PEFT's adapter_config.json."""
     indices = adapted_entries(entries, settings.targets)
-    modules = {
-        part for index in indices for name in entries[index].hf for part in _projections(name)
+    adapted = [entries[index] for index in indices]
+    modules = {_leaf(name) for entry in adapted if entry.expert is None for name in entry.hf}
+    modules |= {
+        part for entry in adapted if entry.expert is not None for part in _projections(entry.hf[0])
     }
     return {
         "peft_type": "LORA",
@@ -144,7 +146,7 @@ def adapter_entries(
 
     Every rank holds B whole in two cases: for queries, keys and values if there are more
     tensor-parallel ranks than key-value heads, and for a fused linear whose order of rows differs
-    from HF's.
+    from HF's, on the ranks together.
     """
     table: list[Entry] = []
     adapted = [entries[i] for i in sorted(adapted_entries(entries, settings.targets))]
@@ -155,10 +157,14 @@ def adapter_entries(
             table += _expert_entries(experts, settings.rank)
             continue
         name = linear_name(entry)
-        whole = not keeps_order(entry) or (len(entry.hf) == 3 and layout.tensor > num_kv_heads)
+        whole = (
+            not keeps_order(entry)
+            or (len(entry.hf) == 3 and layout.tensor > num_kv_heads)
+            or (len(entry.hf) < entry.shard.parts and layout.tensor > 1)
+        )
         rows_cut = entry.shard.dim == 0 and not whole
         for hf, (rows, columns) in zip(entry.hf, entry.hf_shapes, strict=True):
-            (part,), peft = _projections(hf), PEFT_PREFIX + hf.removesuffix(".weight")
+            part, peft = _leaf(hf), PEFT_PREFIX + hf.removesuffix(".weight")
             a, b = (settings.rank, columns), (rows, settings.rank)
             cut = COLUMNS if entry.shard == COLUMNS else REPLICATED
             table.append(same(f"{name}.lora_A.{part}", f"{peft}.lora_A.weight", a, cut))
@@ -222,6 +228,11 @@ def _expert_entries(experts: Sequence[Entry], rank: int) -> Iterator[Entry]:
 
 
 def _projections(hf: str) -> tuple[str, ...]:
-    """Return the projections in the weight of a linear, or in a stack of experts."""
-    leaf = hf.removesuffix(".weight").rpartition(".")[2]
+    """Return the projections in a stack of experts."""
+    leaf = _leaf(hf)
     return ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+
+
+def _leaf(hf: str) -> str:
+    """Return the name of a linear without its path."""
+    return hf.removesuffix(".weight").rpartition(".")[2]

@@ -189,7 +189,7 @@ class SyncPlan:
             for changed in (True, False) if full else (True,):
                 wanted = [index for index in mine if (index in self.changed) is changed]
                 for dtype in (None, torch.float32):
-                    typed = [index for index in wanted if self.entries[index].dtype == dtype]
+                    typed = [index for index in wanted if self.entries[index].sent_dtype == dtype]
                     size = itemsize if dtype is None else dtype.itemsize
                     for run in self._runs(typed, size, max_bytes):
                         yield Bucket(stage, tuple(run), changed)

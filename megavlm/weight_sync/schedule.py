@@ -288,7 +288,7 @@ def _of_kind(
         if not full and plan.changed.isdisjoint(indices):
             continue
         entries = [plan.entries[index] for index in indices]
-        kind = entries[0].dtype or dtype
+        kind = entries[0].sent_dtype or dtype
         for part in slices.of(entries, layout, rank):
             for run in part.runs:
                 index = indices[run.part]

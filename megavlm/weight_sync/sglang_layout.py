@@ -2,11 +2,10 @@
 slice that each rank stores.
 
 All functions are pure; tensors on the meta device give the shapes without using memory. The rules
-follow the weight loaders in sglang 0.5.23 (models/qwen2_vl.py, qwen2_5_vl.py, qwen3_vl.py,
-qwen3_vl_moe.py, qwen3_5.py, layers/linear.py, layers/vocab_parallel_embedding.py and
-layers/moe/fused_moe_triton/layer.py). A weight update compares checksums with the running server,
-so a release with other rules is detected. Not covered: MoE kernels that store their weights
-shuffled.
+follow the weight loaders in sglang 0.5.23 (models, layers/linear.py,
+layers/vocab_parallel_embedding.py and layers/moe/fused_moe_triton/layer.py). A weight update
+compares checksums with the running server, so a release with other rules is detected. Not covered:
+MoE kernels that store their weights shuffled.
 
 Shapes: E experts, H hidden size, I an expert's intermediate size.
 """
@@ -46,8 +45,8 @@ OUTPUT_CUT = re.compile(
 )
 INPUT_CUT = re.compile(
     r"model\.layers\.\d+\.((self_attn\.)?o_proj|linear_attn\.out_proj)\.weight"
-    r"|model\.layers\.\d+\.mlp\.(shared_expert\.)?down_proj\.weight"
-    r"|visual\..*(attn\.proj|mlp\.down_proj|mlp\.fc2|linear_fc2|merger\.mlp\.2)\.weight"
+    r"|model\.layers\.\d+\.mlp\.(shared_experts?\.)?down_proj\.weight"
+    r"|visual\..*(attn\.proj|down_proj|mlp\.fc2|linear_fc2|merger\.mlp\.2)\.weight"
 )
 
 
@@ -62,7 +61,8 @@ class ServerLayout:
     attention module in SGLang, and its stacks of experts in HF are not transposed. on_cpu: True for
     a CPU server, where SGLang pads the width of language MLPs and experts. whole_experts: True if
     its MoE kernels store experts in another order, so that the model's own loader must take whole
-    ones. fp8: True if the weights of language layers are stored in block FP8.
+    ones. fp8: True if the weights of language layers are stored in block FP8. vision_head_dim: Size
+    of an attention head of the tower; if ranks do not divide the heads, SGLang adds heads of zeros.
     """
 
     tensor_parallel: int = 1
@@ -73,6 +73,7 @@ class ServerLayout:
     on_cpu: bool = False
     whole_experts: bool = False
     fp8: bool = False
+    vision_head_dim: int = 1
 
     def __post_init__(self) -> None:
         assert self.tensor_parallel % self.expert_parallel == 0, "SGLang refuses such a server"
@@ -110,6 +111,15 @@ def linear_rows(text: Any) -> tuple[int, int] | None:
         return None
     keys = text.linear_num_key_heads * text.linear_key_head_dim
     return keys, text.linear_num_value_heads * text.linear_value_head_dim
+
+
+def vision_head_dim(vision: Any) -> int:
+    """Return the size of an attention head of the tower. vision: The vision_config of
+    transformers.
+    """
+    heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
+    size: int = getattr(vision, "embed_dim", None) or vision.hidden_size
+    return size // heads
 
 
 def parameter_name(hf_name: str, layout: ServerLayout | None = None) -> str:
@@ -173,8 +183,11 @@ def server_tensors(
         elif ".experts." in name:
             for piece, experts in parts:
                 yield from _experts(stored, piece, experts, layout, rank)
+        elif name.endswith(".gate_up_proj.weight"):  # HF fuses them, too
+            yield stored, _fused(stored, [*tensor.chunk(2)], layout, rank)
         elif ".attn.qkv." in name:  # the tower has as many key heads as query heads
-            yield stored, _cut(tensor.chunk(3), rank, size)
+            heads = layout.vision_head_dim * size
+            yield stored, _cut([_pad(part, heads) for part in tensor.chunk(3)], rank, size)
         elif PADDED.fullmatch(name):
             yield name, _pad(tensor, _vocab_multiple(len(tensor), size)).chunk(size)[rank]
         elif name.endswith(".linear_attn.conv1d.weight"):
@@ -184,6 +197,8 @@ def server_tensors(
         elif INPUT_CUT.fullmatch(name):
             if ".down_proj." in name:
                 tensor = _pad(tensor, _ffn_multiple(name, layout), dim=1)
+            elif name.endswith(".attn.proj.weight"):
+                tensor = _pad(tensor, layout.vision_head_dim * size, dim=1)
             yield stored, tensor.chunk(size, dim=1)[rank]
         else:
             yield stored, tensor

@@ -21,7 +21,7 @@ from megavlm.weight_sync.gather import local_shards
 from megavlm.weight_sync.lora import AdapterWeights
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.server_api import control_client
-from megavlm.weight_sync.sglang_layout import linear_rows
+from megavlm.weight_sync.sglang_layout import linear_rows, vision_head_dim
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports import TRANSPORTS
 from megavlm.weight_sync.transports.base import Sending, Transport
@@ -100,6 +100,7 @@ class WeightSync:
             num_kv_heads=text.num_key_value_heads,
             tied_embeddings=bool(hf_config.tie_word_embeddings),
             linear_rows=linear_rows(text),
+            vision_head_dim=vision_head_dim(hf_config.vision_config),
             pause_mode=config.rollout.pause_mode,
             flush_aborted=config.rollout.pause_mode == "abort" and config.rollout.is_stale,
             timeout=config.rollout.request_timeout,

@@ -18,7 +18,9 @@ def trained_entries(
     """
     if targets is not None:
         return adapted_entries(entries, targets)
-    return frozenset(i for i, x in enumerate(entries) if not _is_frozen(x.megatron, options))
+    return frozenset(
+        i for i, x in enumerate(entries) if not (x.frozen or _is_frozen(x.megatron, options))
+    )
 
 
 def adapted_entries(entries: Sequence[Entry], targets: Sequence[str]) -> frozenset[int]:

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megavlm.data.packs.trees import prompt_tree
-from megavlm.demo.tiny_configs import TinySizes, tiny_config
 from megavlm.models.build import build_model
 from megavlm.models.common import logprobs
 from megavlm.models.common.logprobs import Scoring, token_scores
+from megavlm.models.common.tiny import TinySizes, tiny_config
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import build_mesh
 from megavlm.training.gradient_buffers import wrap

@@ -26,11 +26,11 @@ from megavlm.data.packs.positions import Span, mrope_positions
 from megavlm.data.packs.trees import Tree, prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
-from megavlm.demo.tiny_configs import TinySizes, tiny_config
 from megavlm.families import family
 from megavlm.models.build import build_model
 from megavlm.models.common.loading import MEMORY, load_hf
 from megavlm.models.common.logprobs import Scoring
+from megavlm.models.common.tiny import TinySizes, tiny_config
 from megavlm.parallel.mesh import build_mesh
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from megavlm.training.forward_backward import forward_backward

@@ -45,6 +45,9 @@ CASES = [
     *slow(
         ("qwen3_vl_moe", "ETP2", EXPERTS),
         ("qwen3_5", "CP2", LINEAR),
+        ("glm4v", "TP2", DENSE + TOWER),
+        ("glm4v", "TP2+SP", DENSE),
+        ("glm4v_moe", "EP2 over TP2+SP", (*DENSE, "language.experts")),
         ("qwen3_5_moe", "EP2 over TP2+SP", (*LINEAR, "language.experts")),
         ("qwen2_5_vl", "TP4", DENSE),  # more ranks than key-value heads
         ("qwen2_5_vl", "TP2xCP2", DENSE + TOWER),

@@ -13,12 +13,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from megavlm.demo.tiny_model import (
-    SPECIAL_TOKENS,
-    _save_processor,
-    make_tiny_model,
-    train_tokenizer,
-)
+from megavlm.demo.tiny_model import _save_processor, make_tiny_model, train_tokenizer
+from megavlm.models.common.qwen_tiny import TOKENS
+from megavlm.models.common.tiny import tiny_family
 from megavlm.parallel import platform
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.gpu import shapes
@@ -40,7 +37,7 @@ def make_folder(folder: Path, release: str, layers: int | None = None, **tiny: i
     from transformers import AutoModelForImageTextToText, GenerationConfig
 
     tokenizer = long_tokenizer(folder)
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in TOKENS.special}
     config = shapes.config_of(release, layers)
     config.image_token_id, config.video_token_id = ids["<|image_pad|>"], ids["<|video_pad|>"]
     config.vision_start_token_id = ids["<|vision_start|>"]
@@ -57,18 +54,19 @@ def make_folder(folder: Path, release: str, layers: int | None = None, **tiny: i
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     model.generation_config = GenerationConfig(**ends)
     model.save_pretrained(folder)
-    _save_processor(folder, config, tokenizer, max_pixels=None)
+    processor = tiny_family(config.model_type).processor(config, tokenizer, None)
+    _save_processor(folder, processor)
 
 
 def long_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Return the demo's tokenizer with words that no text has, up to LENGTH tokens."""
-    tokenizer = train_tokenizer(QUESTIONS, max_vocab=512)
+    tokenizer = train_tokenizer(QUESTIONS, TOKENS, max_vocab=512)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer.json"
     values = json.loads(path.read_text())
     vocabulary = values["model"]["vocab"]  # special tokens follow it, wherever it ends
-    words = range(len(vocabulary), LENGTH - len(SPECIAL_TOKENS))
+    words = range(len(vocabulary), LENGTH - len(TOKENS.special))
     vocabulary |= {f"word {i}": i for i in words}
     path.write_text(json.dumps(values))
     return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -186,6 +186,6 @@ def our_outcome(
 
 def as_ours(config: Any, gradients: Mapping[str, Tensor]) -> dict[Any, Tensor]:
     """Return transformers' gradients by the keys of our tensors, in their form."""
-    entries = family(config.model_type).mapping(config)
+    entries = [x for x in family(config.model_type).mapping(config) if not x.frozen]
     hub = HubTensors(entries, gradients, MEMORY)
     return {(entry.megatron, entry.expert): hub.read(entry) for entry in entries}

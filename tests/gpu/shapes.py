@@ -16,14 +16,13 @@ from megavlm.data.packs.positions import Span, mrope_positions
 from megavlm.data.packs.trees import Tree, prompt_tree
 from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.data.rows import Row
-from megavlm.demo.tiny_configs import TinySizes, tiny_config
+from megavlm.models.common.tiny import TinySizes, tiny_config, tiny_family
 from tests.support.random_images import random_image
 from tests.support.releases import RELEASES, released_config
 
 SWITCH = "MEGAVLM_GPU_TESTS"
-TOKENS = ("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
-TOKEN_IDS = {token: i for i, token in enumerate((*TOKENS, "<|video_pad|>"))}
 TINY_VOCABULARY = 512
+TINY_SPECIAL = 16  # ids from here on are words of a tiny vocabulary
 
 # Released models by family; of the tiny ones, sizes that their kernels on a GPU can have.
 WIDE: Mapping[str, str] = {
@@ -33,6 +32,8 @@ WIDE: Mapping[str, str] = {
     "qwen3_vl_moe": "Qwen3-VL-30B-A3B",
     "qwen3_5": "Qwen3.5-4B",
     "qwen3_5_moe": "Qwen3.5-35B-A3B",
+    "glm4v": "GLM-4.1V-9B-Thinking",
+    "glm4v_moe": "GLM-4.6V",
 }
 TINY: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": {},
@@ -41,6 +42,8 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl_moe": {"head_dim": 32},
     "qwen3_5": {"num_layers": 4},
     "qwen3_5_moe": {"num_layers": 4},
+    "glm4v": {"vision_hidden_size": 128},
+    "glm4v_moe": {"vision_hidden_size": 128, "head_dim": 32},
 }
 FAMILIES = tuple(WIDE)
 EXPERTS = 32  # of a wide layer; the released number would fill the GPU with one model
@@ -74,10 +77,12 @@ def parity_config(family: str, level: str) -> Any:
     """Return transformers' configuration of a family, `tiny` or `wide`."""
     if level == "tiny":
         sizes = {"num_layers": 2, "vision_depth": 3, "tied_embeddings": True, **TINY[family]}
-        return tiny_config(family, TinySizes(**sizes), TINY_VOCABULARY, TOKEN_IDS)
+        ids = {token: i for i, token in enumerate(tiny_family(family).tokens.special)}
+        return tiny_config(family, TinySizes(**sizes), TINY_VOCABULARY, ids)
     config = config_of(WIDE[family], num_layers=4, vision_depth=4)
-    if hasattr(config.text_config, "num_experts"):
-        config.text_config.num_experts = EXPERTS
+    for name in ("num_experts", "n_routed_experts"):
+        if hasattr(config.text_config, name):
+            setattr(config.text_config, name, EXPERTS)
     return config
 
 
@@ -126,13 +131,17 @@ def _prompt(
 ) -> tuple[Prompt, list[list[int]]]:
     vision, grid = config.vision_config, (1, shape.side, shape.side)
     merge = vision.spatial_merge_size
-    special = {config.vision_start_token_id, config.vision_end_token_id, config.image_token_id}
+    start, end = (
+        getattr(config, f"vision_{mark}_token_id", None)
+        or getattr(config, f"image_{mark}_token_id")  # GLM's name
+        for mark in ("start", "end")
+    )
     # Words come before the special tokens of a released vocabulary, and after those of a tiny one.
-    words = (len(TOKEN_IDS), config.text_config.vocab_size)
-    words = (0, min(special)) if min(special) > len(TOKEN_IDS) else words
+    first = min(start, end, config.image_token_id)
+    words = (0, first) if first > TINY_SPECIAL else (TINY_SPECIAL, config.text_config.vocab_size)
     text = torch.randint(*words, (shape.text,), generator=generator)
     tokens = [config.image_token_id] * (shape.side // merge) ** 2
-    shown = [config.vision_start_token_id, *tokens, config.vision_end_token_id]
+    shown = [start, *tokens, end]
     ids = torch.cat([torch.tensor(shown), text])
     positions, following = mrope_positions(
         ids, [Span(grid)], vision_token_ids=[config.image_token_id], merge_size=merge

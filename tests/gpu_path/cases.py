@@ -37,6 +37,8 @@ CASES = [
     Case("qwen3_vl_moe", "EP2 over TP2+SP", "mixed", "no fusions"),
     Case("qwen3_5", "TP2+SP", "branches"),
     Case("qwen3_5_moe", "EP2", "mixed", "recompute full"),
+    Case("glm4v", "TP2+SP", "branches"),
+    Case("glm4v_moe", "EP2 over TP2+SP", "mixed", "recompute full"),
 ]
 # Of `model.fusions`: the function that is called where it is on.
 FUSED = {

@@ -60,11 +60,12 @@ def fused_rope_forward(
     """Rotate x [t, 1, heads, D], or the first entries of its heads, by the angles [t, 1, 1, D] of
     its tokens.
     """
-    assert start_positions is None and cu_seqlens is None and not interleaved
+    assert start_positions is None and cu_seqlens is None
     assert layout.__name__.endswith("NVTE_SBHD") and (cp_size, len(x)) == (1, len(angles))
     turned, rest = x.float().tensor_split([angles.size(-1)], dim=-1)
-    first, second = turned.chunk(2, dim=-1)
-    half = torch.cat((-second, first), dim=-1)
+    pair = -1 if interleaved else -2  # the dim of the two entries that an angle turns
+    first, second = turned.unflatten(-1, (-1, 2) if interleaved else (2, -1)).unbind(pair)
+    half = torch.stack((-second, first), dim=pair).flatten(-2)
     return torch.cat([turned * angles.cos() + half * angles.sin(), rest], dim=-1).to(x.dtype)
 
 
@@ -78,8 +79,8 @@ def fused_rope_backward(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """Return the gradient of the input: the gradient rotated back, as both halves of a head have
-    the same angles.
+    """Return the gradient of the input: the gradient rotated back, as both entries of a pair have
+    the same angle.
     """
     arguments = (start_positions, layout, interleaved, cu_seqlens, cp_size, cp_rank)
     return fused_rope_forward(gradient, -angles, *arguments)

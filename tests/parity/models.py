@@ -22,6 +22,8 @@ SIZES: dict[str, dict[str, Any]] = {
     # gradients by 1e-5 (RESULTS.md).
     "qwen3_5": {"init_std": 0.02},
     "qwen3_5_moe": {"init_std": 0.03, "num_experts": 8},
+    "glm4v": {},
+    "glm4v_moe": {"num_experts": 8},
 }
 
 

@@ -75,9 +75,11 @@ class Reference:
                 weighted_loss(
                     logprobs, scores.values if values else None, token_weights(len(response), index)
                 ).backward()
+        saved = self.model.state_dict()
+        buffers = {name: x for name, x in self.model.named_buffers() if name in saved}
         return {
-            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for name, parameter in self.model.named_parameters()
+            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for name, tensor in (*self.model.named_parameters(), *buffers.items())
         }
 
 

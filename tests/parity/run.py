@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tests.parity.cases import Differences
-from tests.parity.table import Case, everything, subset
+from tests.parity.table import FAMILIES, Case, everything, subset
 from tests.parity.test_parity import NORM_TOLERANCE, TOLERANCE, run
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
@@ -63,7 +63,8 @@ def main(words: Sequence[str]) -> int:
 
 def read_rows(path: Path) -> dict[str, str]:
     """Return the figures of each case by its label, the first columns of its row."""
-    lines = [line for line in path.read_text().splitlines() if line.startswith("| qwen")]
+    families = tuple(f"| {family} |" for family in FAMILIES)
+    lines = [line for line in path.read_text().splitlines() if line.startswith(families)]
     parts = [line.split("|", 5) for line in lines]
     return {"|".join((*label, "")): figures for *label, figures in parts}
 

@@ -108,8 +108,8 @@ class Run:
         for chunk in self.chunks:
             parameters = {parameter.data_ptr(): parameter for parameter in chunk.parameters()}
             for target in local_tensors(chunk):
-                parameter = parameters[target.data.data_ptr()]
-                if parameter.requires_grad:
+                parameter = parameters.get(target.data.data_ptr())  # None for a buffer
+                if parameter is not None and parameter.requires_grad:
                     yield (target.key, target.expert), parameter
 
 

@@ -8,7 +8,16 @@ from typing import Any
 from megavlm.models.common.config import ModelOptions
 from megavlm.parallel.mesh import Layout
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+FAMILIES = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "glm4v",
+    "glm4v_moe",
+)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from megavlm.training.gradient_buffers import wrap
 from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.weight_sync.lora import AdapterWeights
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
-from megavlm.weight_sync.sglang_layout import linear_rows
+from megavlm.weight_sync.sglang_layout import linear_rows, vision_head_dim
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports.base import Transport
@@ -40,6 +40,7 @@ from megavlm.weight_sync.update import SyncReport, SyncSettings
 from tests.fakes.receivers import FixedReceivers
 from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.support.families import entries_of
 from tests.support.generation import generate
 from tests.support.lora_reference import ALPHA, RANK
 from tests.support.merged import add_pairs
@@ -133,6 +134,7 @@ def make_sync(
             num_kv_heads=heads,
             tied_embeddings=config.tie_word_embeddings,
             linear_rows=linear_rows(config.text_config),
+            vision_head_dim=vision_head_dim(config.vision_config),
             pause_mode=pause,
             timeout=TIMEOUT,
             bucket_bytes=2**19,
@@ -228,10 +230,12 @@ def push_and_compare(
 
 
 def changed(folder: Path, to: Path, *, tower: bool, seed: int) -> Path:
-    """The folder with noise on its language model, and on its tower if asked."""
+    """The folder with noise on what is trained of its language model, and on its tower if asked."""
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(folder / "model.safetensors")
-    for name in sorted(tensors):
+    entries = entries_of(AutoConfig.from_pretrained(folder))
+    frozen = {name for entry in entries if entry.frozen for name in entry.hf}
+    for name in sorted(tensors.keys() - frozen):
         if tower or "visual" not in name:
             tensors[name] += 0.02 * torch.randn(tensors[name].shape, generator=generator)
     return with_tensors(folder, to, tensors)

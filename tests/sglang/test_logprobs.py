@@ -40,6 +40,8 @@ def make_sampling_params(
             ("qwen3_vl_moe", 0.7),
             ("qwen3_5", 0.7),
             ("qwen3_5_moe", 0.7),
+            ("glm4v", 0.7),
+            ("glm4v_moe", 0.7),
         ),
     ],
 )

@@ -94,6 +94,30 @@ def test_quoted_marks_are_read_as_sglang_reads_them() -> None:
             assert ours(text, form) == parsed(detector, text) == [("note", {"text": value})], value
 
 
+def pairs(name: str, value: str) -> str:
+    return f"<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>\n"
+
+
+def test_values_in_pairs_are_read_as_sglang_reads_them() -> None:
+    from sglang.srt.function_call.glm4_moe_detector import Glm4MoeDetector
+
+    for name, values in {
+        "text": ("a b", "", "a\nb", "<think>", "é"),
+        "whole": ("1",),
+        "number": ("1", "1.5"),
+        "switch": ("true", "false"),
+        "box": ("[1, 2.5]",),
+        "object": ('{"a": [1]}',),
+    }.items():
+        for value in values:
+            text = f"So.\n<tool_call>note\n{pairs(name, value)}</tool_call>"
+            assert ours(text, "pairs") == parsed(Glm4MoeDetector(), text), (name, value)
+    two = f"<tool_call>note\n{pairs('text', 'a')}{pairs('whole', '1')}</tool_call>"
+    both = f"{two}<tool_call>note\n</tool_call>"
+    expected = [("note", {"text": "a", "whole": 1}), ("note", {})]
+    assert ours(both, "pairs") == parsed(Glm4MoeDetector(), both) == expected
+
+
 @pytest.mark.parametrize("opens", [False, True])
 def test_a_thought_ends_where_it_ends_for_sglang(opens: bool) -> None:
     from sglang.srt.parser.reasoning_parser import Qwen3Detector

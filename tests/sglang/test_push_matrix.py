@@ -36,6 +36,7 @@ DENSE = ("language.attention", "language.mlp")
 TARGETS = {
     "qwen3_vl_moe": ("language.attention", "language.experts"),
     "qwen3_5_moe": (*DENSE, "language.experts"),
+    "glm4v_moe": ("language.attention", "language.experts"),
 }
 ADAPTED = ("lora", "adapter")
 WITH_ADAPTERS = {
@@ -83,6 +84,12 @@ SUBSET = [
     Case("qwen3_5_moe", 2, "EP2", "tensor", "refit"),
     Case("qwen3_5_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
     Case("qwen3_5_moe", 1, "EP2", "tensor", "adapter"),
+    Case("glm4v", 2, "TP2xPP2", "tensor", "tower"),
+    Case("glm4v", 2, "TP2", "disk", "lora"),
+    Case("glm4v", 2, "TP2xPP2", "tensor", "adapter"),
+    Case("glm4v_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
+    Case("glm4v_moe", 2, "EP2", "tensor", "lora"),
+    Case("glm4v_moe", 2, "EP2", "tensor", "adapter"),
     Case("qwen3_5" + DRAFTS, 2, "TP2", "distributed", "tower"),
     Case("qwen3_5" + DRAFTS, 2, "TP2xPP2", "tensor", "adapter"),
 ]
@@ -97,6 +104,8 @@ def everything() -> Iterator[Case]:
         "qwen3_vl_moe": moe,
         "qwen3_5": dense,
         "qwen3_5_moe": moe,
+        "glm4v": dense,
+        "glm4v_moe": moe,
     }
     modes = ("tower", "frozen tower", "refit", "lora", "adapter")
     for family, ranks in itertools.product(layouts, (1, 2)):

@@ -32,6 +32,8 @@ FAMILIES = [
     pytest.param("qwen2_vl", marks=pytest.mark.slow),
     pytest.param("qwen3_5", marks=pytest.mark.slow),
     pytest.param("qwen3_vl", marks=pytest.mark.slow),
+    pytest.param("glm4v", marks=pytest.mark.slow),
+    pytest.param("glm4v_moe", marks=pytest.mark.slow),
 ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megavlm.demo.tiny_configs import TINY_FAMILIES
+from megavlm.families import FAMILIES
 from megavlm.inference.server import ClaimedPort
 from megavlm.inference.server_args import ServerOptions
 
@@ -29,6 +29,6 @@ def test_towers_of_all_families_give_the_same_features() -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found) == set(TINY_FAMILIES)
+    assert set(found) == set(FAMILIES)
     for difference, magnitude in found.values():
         assert difference < 1e-6 * magnitude and magnitude > 1

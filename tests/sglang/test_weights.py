@@ -1,17 +1,20 @@
 """Weights pushed by two trainer ranks into a real server."""
 
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
+from megavlm.models.common.loading import MEMORY, written_shapes
 from megavlm.weight_sync.checksums import Checksums, check_checksums, tensor_hash
 from megavlm.weight_sync.server_api import Servers, control_client
 from megavlm.weight_sync.sglang_layout import ServerLayout, parameter_name
@@ -25,6 +28,7 @@ from tests.sglang.pushes import (
     with_tensors,
 )
 from tests.sglang.questions import largest_difference, prompts
+from tests.support.families import entries_of
 from tests.support.fork import launch
 from tests.support.generation import generate
 from tests.support.merged import merged
@@ -72,6 +76,7 @@ def after_push(served: Served, kind: str, version: int, folder: Path) -> dict[st
         pytest.param("qwen3_vl", "tensor", "TP2", marks=pytest.mark.slow),
         pytest.param("qwen3_5", "tensor", "TP2", marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", "distributed", "EP2", marks=pytest.mark.slow),
+        pytest.param("glm4v_moe", "distributed", "EP2", marks=pytest.mark.slow),
     ],
 )
 def test_push(
@@ -86,11 +91,21 @@ def test_push(
     report, other = launch(2, push, [served.receiver], kind, trainer, scratch, 7)
     assert report == other
 
-    names = [name for name in load_file(weights / "model.safetensors") if "visual" not in name]
-    sizes = sum(load_file(weights / "model.safetensors")[name].nbytes for name in names)
-    assert report.tensors == len(names)
-    assert report.bytes == sizes
-    assert report.checked == len(served_names(served))
+    entries = [
+        entry
+        for entry in entries_of(AutoConfig.from_pretrained(weights))
+        if not entry.megatron.startswith("visual")
+    ]
+    frozen = {parameter_name(name) for entry in entries if entry.frozen for name in entry.hf}
+    sizes = {
+        name: shape
+        for entry in entries
+        if not entry.frozen
+        for name, shape in written_shapes(entry, MEMORY).items()
+    }
+    assert report.tensors == len(sizes)
+    assert report.bytes == 4 * sum(map(prod, sizes.values()))
+    assert report.checked == len(served_names(served) - frozen)
     assert stale_norms(served, load_file(weights / "model.safetensors")) == []
     assert not scratch.exists() or not list(scratch.iterdir())
 
@@ -138,14 +153,14 @@ def trainer_difference(served: Served, trainer: Trainer, version: int) -> float:
     return max(float(abs(a - b).max()) for a, b in zip(last, map(np.array, theirs), strict=True))
 
 
-def served_names(served: Served) -> list[str]:
+def served_names(served: Served) -> set[str]:
     """The engine's language tensors that are weights."""
     answer = served.post("/weights_checker", {"action": "checksum"})
     names = answer["ranks"][0]["checksums"]
     # SGLang's second names of a convolution's and decays' weights, and norms' weights plus one.
     twice = ("linear_attn.attn.", "gemma_weight")
     left_out = ("visual", "rotary", *twice)
-    return [name for name in names if not any(part in name for part in left_out)]
+    return {name for name in names if not any(part in name for part in left_out)}
 
 
 def stale_norms(served: Served, tensors: dict[str, torch.Tensor]) -> list[str]:

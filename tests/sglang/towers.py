@@ -10,6 +10,7 @@ import sys
 import torch
 from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
 from sglang.srt.layers.attention import vision
+from sglang.srt.models.glm4v import Glm4vVisionModel
 from sglang.srt.models.qwen2_5_vl import Qwen2_5_VisionTransformer
 from sglang.srt.models.qwen2_vl import Qwen2VisionTransformer
 from sglang.srt.models.qwen3_vl import Qwen3VLMoeVisionModel
@@ -17,8 +18,8 @@ from sglang.srt.runtime_context import get_context, get_parallel
 
 sys.path.append(sys.argv[1])  # this project's folder
 
-from megavlm.demo.tiny_configs import TINY_FAMILIES, TinySizes, tiny_config
-from megavlm.demo.tiny_model import SPECIAL_TOKENS
+from megavlm.families import FAMILIES
+from megavlm.models.common.tiny import TinySizes, tiny_config, tiny_family
 
 TOWERS = {
     "qwen2_vl": Qwen2VisionTransformer,
@@ -27,6 +28,8 @@ TOWERS = {
     "qwen3_vl_moe": Qwen3VLMoeVisionModel,
     "qwen3_5": Qwen3VLMoeVisionModel,
     "qwen3_5_moe": Qwen3VLMoeVisionModel,
+    "glm4v": Glm4vVisionModel,
+    "glm4v_moe": Glm4vVisionModel,
 }
 GRIDS = [[1, 4, 4], [1, 20, 12], [1, 20, 12], [1, 2, 30], [2, 8, 6]]
 
@@ -34,21 +37,24 @@ GRIDS = [[1, 4, 4], [1, 20, 12], [1, 20, 12], [1, 2, 30], [2, 8, 6]]
 def difference(family: str) -> tuple[float, float]:
     """Return the largest difference and the largest magnitude of a tower's features."""
     sizes = TinySizes(full_attention_blocks=[1] if family == "qwen2_5_vl" else None)
-    ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
+    ids = {token: index for index, token in enumerate(tiny_family(family).tokens.special)}
     config = tiny_config(family, sizes, 64, ids).vision_config
     torch.manual_seed(0)
-    tower = TOWERS[family](config, norm_eps=1e-6)
+    config.num_dummy_heads = 0  # GLM's models set it before they build the tower
+    tower = TOWERS[family](config, **({} if family.startswith("glm") else {"norm_eps": 1e-6}))
     for parameter in tower.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     ours = [block.attn.qkv_backend for block in tower.blocks]
     assert all(type(backend) is not vision.VisionSdpaAttention for backend in ours)
-    patches = sum(t * h * w for t, h, w in GRIDS)
-    pixels = torch.randn(patches, 3 * 2 * config.patch_size**2)
+    frames = [[1, *size] for count, *size in GRIDS for _ in range(count)]
+    # SGLang gives GLM's towers each frame of a video by itself.
+    grids = torch.tensor(frames if family.startswith("glm") else GRIDS)
+    pixels = torch.randn(int(grids.prod(1).sum()), 3 * 2 * config.patch_size**2)
     with torch.no_grad():
-        found = tower(pixels, torch.tensor(GRIDS))
+        found = tower(pixels, grids)
         for backend in ours:
             backend.__class__ = vision.VisionSdpaAttention
-        expected = tower(pixels, torch.tensor(GRIDS))
+        expected = tower(pixels, grids)
     return (found - expected).abs().max().item(), expected.abs().max().item()
 
 
@@ -57,4 +63,4 @@ ranks = {"attn_tp_rank": 0, "tp_rank": 0}
 with get_context().override_server_args(device="cpu"), get_parallel().override(**ranks):
     init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
     initialize_model_parallel()
-    print(json.dumps({family: difference(family) for family in TINY_FAMILIES}))
+    print(json.dumps({family: difference(family) for family in FAMILIES}))

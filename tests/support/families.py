@@ -5,11 +5,10 @@ from types import ModuleType
 from typing import Any
 
 from megavlm import families
-from megavlm.demo.tiny_configs import TinySizes, tiny_config
 from megavlm.models.common.mapping import Entry
+from megavlm.models.common.tiny import TinySizes, tiny_config, tiny_family
 
 FAMILIES = tuple(families.FAMILIES)
-_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 
 
 def part(model_type: str, name: str) -> ModuleType:
@@ -34,7 +33,7 @@ def small_config(family: str, **sizes: Any) -> Any:
         "vision_hidden_size": 32,
         "vision_ffn_size": 64,
     }
-    if family.startswith("qwen3"):
+    if "head_dim" in tiny_family(family).options:
         plain["head_dim"] = 16  # 8 heads of it are more than 64
     if family.startswith("qwen3_5"):
         plain["num_layers"] = 4  # the fourth has attention
@@ -42,7 +41,7 @@ def small_config(family: str, **sizes: Any) -> Any:
         plain["moe_ffn_size"] = 48
     if family == "qwen3_vl_moe":
         plain |= {"dense_layers": [1], "moe_ffn_size": 48}
-    ids = {token: i for i, token in enumerate((*_TOKENS, "<|video_pad|>"))}
+    ids = {token: i for i, token in enumerate(tiny_family(family).tokens.special)}
     return tiny_config(family, TinySizes(**{**plain, **sizes}), 128, ids)
 
 

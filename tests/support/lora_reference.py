@@ -27,7 +27,7 @@ COMPONENTS = {
     "language.experts": r"language_model\..*\.mlp\.experts\.experts\.linear_fc[12]",
     "vision.attention": r"visual\.blocks\.\d+\.attn\..*",
     "vision.mlp": r"visual\.blocks\.\d+\.mlp\..*",
-    "vision.merger": r"visual\.(merger|deepstack_merger_list\.\d+)\.(mlp\.\d|linear_fc\d)",
+    "vision.merger": r"visual\.(merger|deepstack_merger_list\.\d+)\.(mlp\.\d|linear_fc\d|\w*proj)",
 }
 Name = tuple[str, str]  # of an adapted linear and of a projection in it
 

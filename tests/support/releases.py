@@ -191,6 +191,73 @@ def _shared_moe(ffn: int, experts: int, chosen: int) -> Json:
     }
 
 
+def _glm4v(layers: int, heads: int, kv_heads: int, ffn: int, moe: Json | None = None) -> Json:
+    text = {
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": [151329, 151336, 151338],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": ffn,
+        "max_position_embeddings": 65536,
+        "model_type": "glm4v_moe_text" if moe else "glm4v_text",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "pad_token_id": 151329,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
+        "rope_theta": 10000.0,
+        "vocab_size": 151552,
+        **(moe or {}),
+    }
+    vision = {
+        "attention_bias": False,
+        "depth": 24,
+        "hidden_act": "silu",
+        "hidden_size": 1536,
+        "image_size": 336,
+        "in_channels": 3,
+        "intermediate_size": ffn,
+        "num_heads": 12,
+        "out_hidden_size": 4096,
+        "patch_size": 14,
+        "rms_norm_eps": 1e-5,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    return {
+        "image_end_token_id": 151340,
+        "image_start_token_id": 151339,
+        "image_token_id": 151363 if moe else 151343,
+        "model_type": "glm4v_moe" if moe else "glm4v",
+        "text_config": text,
+        "tie_word_embeddings": False,
+        "video_end_token_id": 151342,
+        "video_start_token_id": 151341,
+        "video_token_id": 151364 if moe else 151344,
+        "vision_config": vision,
+    }
+
+
+def _glm_moe() -> Json:
+    return {
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 1.0,
+        "topk_group": 1,
+        "use_qk_norm": False,
+    }
+
+
 def _moe(ffn: int) -> Json:
     return {
         "decoder_sparse_step": 1,
@@ -220,6 +287,8 @@ RELEASES = {
     "Qwen3.5-9B": _qwen3_5(32, 4096, 16, 4, 12288, 32),
     "Qwen3.5-27B": _qwen3_5(64, 5120, 24, 4, 17408, 48),
     "Qwen3.5-35B-A3B": _qwen3_5(40, 2048, 16, 2, 512, 32, moe=_shared_moe(512, 256, 8)),
+    "GLM-4.1V-9B-Thinking": _glm4v(40, 32, 2, 13696),
+    "GLM-4.6V": _glm4v(46, 96, 8, 10944, moe=_glm_moe()),
 }
 
 

@@ -1,6 +1,7 @@
 """Images of noise, and both processors of a model folder, each made once."""
 
 import io
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,19 @@ def auto_processor(folder: Path) -> Any:
     from transformers import AutoProcessor
 
     return AutoProcessor.from_pretrained(folder)
+
+
+def chat_text(folder: Path, question: str) -> str:
+    """The prompt of a question, with the template's own marks of images and videos."""
+    parts = [part for part in re.split("(<image>|<video>)", question) if part]
+    content = [
+        {"type": part[1:-1]} if part in ("<image>", "<video>") else {"type": "text", "text": part}
+        for part in parts
+    ]
+    text: str = auto_processor(folder).apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    return text
 
 
 @cache

@@ -22,6 +22,10 @@ TEMPLATES = {
 }
 
 
+# Of a text model, as far as turns and tools go.
+TEXT_TEMPLATES = {"glm4moe": "glm4v_moe"}
+
+
 def template_of(name: str) -> str:
     spec = importlib.util.find_spec("trl")
     assert spec is not None and spec.submodule_search_locations

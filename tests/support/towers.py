@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megavlm.data.media.image_processing import Grid
 from megavlm.models.common.tower import Tower
+from megavlm.models.glm4v.vision import VisionTower as Glm4vTower
 from megavlm.models.qwen2_5_vl.vision import VisionTower as Qwen2_5_VLTower
 from megavlm.models.qwen2_vl.vision import VisionTower as Qwen2VLTower
 from megavlm.models.qwen3_5.vision import VisionTower as Qwen3_5Tower
@@ -24,6 +25,12 @@ _QWEN3 = _COMMON | {
     "out_hidden_size": 24,
     "num_position_embeddings": 49,  # 7 a side: some grids are larger, some smaller
     "deepstack_visual_indexes": [0, 2],
+}
+_GLM4V = _COMMON | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 24,
+    "image_size": 28,  # 7 patches a side
 }
 _VISION_CONFIGS: dict[str, tuple[type[Tower], dict[str, Any]]] = {
     "qwen2_vl": (Qwen2VLTower, _COMMON | {"embed_dim": 32, "mlp_ratio": 2, "hidden_size": 24}),
@@ -42,6 +49,8 @@ _VISION_CONFIGS: dict[str, tuple[type[Tower], dict[str, Any]]] = {
     "qwen3_vl_moe": (Qwen3VLTower, _QWEN3),
     "qwen3_5": (Qwen3_5Tower, _QWEN3),
     "qwen3_5_moe": (Qwen3_5Tower, _QWEN3),
+    "glm4v": (Glm4vTower, _GLM4V),
+    "glm4v_moe": (Glm4vTower, _GLM4V),
 }
 FAMILIES = list(_VISION_CONFIGS)
 
@@ -67,6 +76,8 @@ def tower_class(family: str) -> type[Any]:
 
 def their_class(family: str) -> type[nn.Module]:
     define_torchvision_operators()
+    from transformers.models.glm4v import modeling_glm4v as glm4v
+    from transformers.models.glm4v_moe import modeling_glm4v_moe as glm4v_moe
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5_vl
     from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
     from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
@@ -81,6 +92,8 @@ def their_class(family: str) -> type[nn.Module]:
         "qwen3_vl_moe": qwen3_vl_moe.Qwen3VLMoeVisionModel,
         "qwen3_5": qwen3_5.Qwen3_5VisionModel,
         "qwen3_5_moe": qwen3_5_moe.Qwen3_5MoeVisionModel,
+        "glm4v": glm4v.Glm4vVisionModel,
+        "glm4v_moe": glm4v_moe.Glm4vMoeVisionModel,
     }[family]
 
 
@@ -96,14 +109,14 @@ def make_pair(family: str, *, seed: int = 0, **values: Any) -> Pair:
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() == 1:  # norms stay around their 1, biases around their 0
             parameter.data.add_(0.3 * noise)
-        elif parameter.shape[0] == vision.to_dict().get("num_position_embeddings"):
+        elif parameter.shape[0] == 49:  # a table of positions
             parameter.data.copy_(noise)
         else:
             parameter.data.copy_(noise / parameter[0].numel() ** 0.5)
     ours = tower_class(family)(config)
     state = theirs.state_dict()
-    state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"].flatten(1)
-    ours.load_state_dict(state)
+    # Convolutions are linear layers here.
+    ours.load_state_dict({name: x.flatten(1) if x.dim() > 3 else x for name, x in state.items()})
     return Pair(ours, theirs)
 
 
@@ -113,7 +126,11 @@ def make_patches(grids: Sequence[Grid], *, seed: int = 1) -> Tensor:
 
 
 def their_features(theirs: nn.Module, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-    """transformers' features and DeepStack levels side by side, as ours come."""
+    """transformers' features and DeepStack levels side by side, as ours come. GLM's model gives
+    its tower each frame of a video as a grid.
+    """
+    if hasattr(theirs, "downsample"):
+        grids = [(1, h, w) for t, h, w in grids for _ in range(t)]
     output = theirs(patches, grid_thw=torch.tensor(grids))
     levels = getattr(output, "deepstack_features", None) or []
     return torch.cat([output.pooler_output, *levels], dim=-1)

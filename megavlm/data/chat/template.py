@@ -57,12 +57,12 @@ class ChatTemplate:
         template: str,
         data: Data,
         *,
-        end_id: int,
+        end_ids: Sequence[int],
         control_ids: Sequence[int],
     ) -> None:
         """Store the template.
 
-        end_id: The token that ends a turn.
+        end_ids: The tokens that may end a turn; the first ends one without tool calls.
         control_ids: Tokens that a text must not hold, in addition to the tokenizer's special
             tokens.
 
@@ -72,14 +72,16 @@ class ChatTemplate:
         self.system_prompt = data.system_prompt
         # Tools are written into the text for a template that knows none.
         self._knows_tools = re.search(r"\btools\b", template) is not None
-        self.call_form: Literal["json", "xml"] = "xml" if "<function=" in template else "json"
+        self.call_form: Literal["json", "xml", "pairs"] = (
+            "xml" if "<function=" in template else "pairs" if "<arg_key>" in template else "json"
+        )
         self._reads_thoughts = "reasoning_content" in template
         self._after_response = text_after_response(tokenizer, template)
         asked = tokenizer.apply_chat_template(
             list(_EXCHANGE[:1]), chat_template=template, add_generation_prompt=True, tokenize=False
         )
         self.opens_thought: bool = asked.rstrip().endswith(_THINK)
-        self._end: str = tokenizer.decode([end_id])
+        self._ends: list[str] = [tokenizer.decode([end_id]) for end_id in end_ids]
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         names = {str(tokenizer.convert_ids_to_tokens(i)) for i in special | set(control_ids)}
         names = {name for name in names if not _MARKUP.fullmatch(name)}
@@ -98,21 +100,25 @@ class ChatTemplate:
         """
         return self._prompt(row, self._messages(row, self.system_prompt))
 
-    def next_turn(self, row: Row) -> str:
+    def next_turn(self, row: Row, end: str) -> str:
         """Return the text from the end of a response to the start of the next one.
 
-        Raises ValueError as `prompt` does, and if the template does not end a response by the end
-        of turn.
+        end: The text of the token that ended the response. If the template begins the next turn by
+            another end of turn (a user's turn, where the response ended by the mark of a tool's
+            result), that follows.
+
+        Raises ValueError as `prompt` does, and if the template does not end a response by an end of
+        turn.
         """
         asked, replied = _EXCHANGE
         text = self._prompt(row, [asked, replied, *self._messages(row, None)], "an observation")
         text = text.rpartition(_RESPONSE)[2]
-        if not text.startswith(self._end):
+        if not text.startswith(tuple(self._ends)):
             raise ValueError(
                 f"model.folder: its chat template ends a response by {text[:20]!r}, and not by "
-                f"{self._end!r}, so that episodes cannot continue after one"
+                f"{' or '.join(map(repr, self._ends))}, so that episodes cannot continue after one"
             )
-        return text.removeprefix(self._end)
+        return text.removeprefix(end)
 
     def answer(self, row: Row) -> str:
         """Return the text of the row's answer as a response, without the end of turn.
@@ -127,7 +133,7 @@ class ChatTemplate:
         text = self._render(row, messages, begins_response=False)
         _check_shown(row, messages, text)
         if not text.startswith(prompt) or not text.endswith(self._after_response):
-            begin = prompt.rpartition(self._end)[2]
+            begin = prompt[max(prompt.rfind(end) + len(end) for end in self._ends) :]
             raise ValueError(
                 f"{row.source}: the chat template begins a response by {begin!r}, but renders this "
                 f"answer otherwise, as {text[len(prompt) - len(begin) :][:80]!r}: give an answer "
@@ -153,8 +159,9 @@ class ChatTemplate:
                 continue  # it answers no question, and templates refuse a chat without one
             start = self._render(row, messages[:index])
             if isinstance(messages[index]["content"], str) and text.startswith(start):
-                end = text.find(self._end, len(start))
-                spans += [(len(start), end + len(self._end))] if end >= 0 else []
+                ends = re.compile("|".join(map(re.escape, self._ends)))
+                if end := ends.search(text, len(start)):
+                    spans.append((len(start), end.end()))
         return Turns(tuple(spans), num_learnt - len(spans))
 
     def _prompt(self, row: Row, messages: list[dict[str, object]], name: str = "") -> str:
@@ -267,10 +274,13 @@ class ChatTemplate:
         return {"role": message.role, "content": _content(message, text, marked), **keys}
 
 
-def text_after_response(tokenizer: Any, template: str) -> str:
-    """Return the text that a chat template writes after the last response of a chat."""
+def text_after_response(tokenizer: Any, template: str, followed_by: str | None = None) -> str:
+    """Return the text that a chat template writes after the last response of a chat, or after one
+    that a message of the role `followed_by` follows.
+    """
+    further = [] if followed_by is None else [{"role": followed_by, "content": "?"}]
     rendered: str = tokenizer.apply_chat_template(
-        list(_EXCHANGE), chat_template=template, tokenize=False
+        [*_EXCHANGE, *further], chat_template=template, tokenize=False
     )
     return rendered.rpartition(_RESPONSE)[2]
 

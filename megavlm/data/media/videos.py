@@ -136,13 +136,19 @@ class VideoProcessor:
             lambda: decode_frames(video.data, indices),
         )
 
+    def grid_time(self, first: float, last: float) -> float:
+        """Return the time in seconds of a frame of the grid, given the times of the first and the
+        last video frame in it.
+        """
+        return (first + last) / 2
+
     def _grid_times(self, clip: Clip) -> tuple[float, ...]:
-        """Return the time of each frame of the grid in seconds. It is the mean time of the first
-        and the last video frame in it. The last video frame is repeated to fill the grid.
+        """Return the time of each frame of the grid in seconds. The last video frame is repeated to
+        fill the grid.
         """
         last = len(clip.times) - 1
         return tuple(
-            (clip.times[first] + clip.times[min(first + self._step - 1, last)]) / 2
+            self.grid_time(clip.times[first], clip.times[min(first + self._step - 1, last)])
             for first in range(0, last + 1, self._step)
         )
 

@@ -10,6 +10,13 @@ object with `name` and `arguments` (Qwen2.5-VL, Qwen3-VL), or as tags (Qwen3.5 a
     </parameter>
     </function>
 
+In a third form, of keys and values (GLM-4.5 and later), the name follows <tool_call> on its line:
+
+    <tool_call>NAME
+    <arg_key>KEY</arg_key>
+    <arg_value>VALUE</arg_value>
+    </tool_call>
+
 A call is read from its beginning on, so that its arguments may quote any of these marks that its
 own form does not end them by.
 """
@@ -26,6 +33,7 @@ from megavlm.environments.tools.schemas import properties, strict_json, typed
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 # In the middle of a sentence, <tool_call> is a word.
 _CALL = re.compile(rf"{_OPEN}(?=\s*(?:\n|\{{|<function=|\Z))")
+_NAMED_CALL = re.compile(rf"{_OPEN}(?=[^\s<>]*\s*(?:\n|\{{|<arg_key>|\Z))")
 _SPACE = re.compile(r"\s*")
 _JSON_END = re.compile(rf"\s*\n{_CLOSE}")
 _FUNCTION = re.compile(r"\s*<function=([^<>\s]+)>\n")
@@ -33,10 +41,16 @@ _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n")
 # SGLang ends a value at each of them.
 _VALUE_END = re.compile(r"</parameter>|<parameter=|</function>")
 _FUNCTION_END = re.compile(rf"</function>\s*\n{_CLOSE}")
+_NAME = re.compile(r"([^\s<>]+)[ \t]*\n\s*")
+_KEY = re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>")
+# SGLang ends a call at each </tool_call>, within a value too.
+_ARG_END = re.compile(rf"</arg_value>\s*|{_CLOSE}")
 _FORMS = {
     "json": 'a JSON object on lines of its own: {"name": NAME, "arguments": {...}}',
     "xml": "<function=NAME>, <parameter=KEY> with its value, </parameter> and </function>, each on "
     "a line of its own",
+    "pairs": f"the name behind {_OPEN}, on the next lines <arg_key>KEY</arg_key> and "
+    f"<arg_value>VALUE</arg_value> for each argument, then {_CLOSE}",
 }
 _LINES = f"{_OPEN} and {_CLOSE} stand on lines of their own; write "
 
@@ -49,8 +63,8 @@ class MalformedCall(ValueError):
 class ToolCall:
     """A tool call.
 
-    arguments: Values by name, as they are written. has_types: False in the form of tags, where all
-        values are text.
+    arguments: Values by name, as they are written. has_types: False in the forms of tags and of
+        pairs, where all values are text.
     """
 
     name: str
@@ -58,8 +72,8 @@ class ToolCall:
     has_types: bool = True
 
     def typed(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments, in the form of tags with the types that a schema gives them. Values
-        in JSON have their types.
+        """Return the arguments, with the types that a schema gives to values that are text. In JSON
+        values have their types.
 
         parameters: JSON schema of the tool's parameters. Raises MalformedCall for a text that has
         no value of its type.
@@ -98,10 +112,12 @@ def read_reply(response: str, chat: ChatFormat) -> Reply:
     thought, answer = _split_thought(response, chat.opens_thought)
     call: ToolCall | MalformedCall
     texts, calls, place = list[str](), list[ToolCall | MalformedCall](), 0
-    while mark := _CALL.search(answer, place):
+    has_lines = chat.calls != "pairs"
+    opening = _CALL if has_lines else _NAMED_CALL
+    while mark := opening.search(answer, place):
         texts.append(answer[place : mark.start()])
         try:
-            if not answer.startswith("\n", mark.end()):
+            if has_lines and not answer.startswith("\n", mark.end()):
                 raise MalformedCall(_LINES + _FORMS[chat.calls])
             call, place = _CALLS[chat.calls](answer, mark.end())
         except MalformedCall as error:
@@ -165,6 +181,25 @@ def _tagged_call(text: str, start: int) -> tuple[ToolCall, int]:
     return ToolCall(function[1], arguments, has_types=False), closed.end()
 
 
+def _paired_call(text: str, start: int) -> tuple[ToolCall, int]:
+    """Read the call that begins at `start`, and return it with its end."""
+    if (name := _NAME.match(text, start)) is None:
+        raise MalformedCall(f"the call has no name on its first line; write {_FORMS['pairs']}")
+    arguments, place = dict[str, Any](), name.end()
+    while key := _KEY.match(text, place):
+        end, word = _ARG_END.search(text, key.end()), key[1].strip()
+        if word in arguments or end is None or end[0] == _CLOSE:
+            break
+        arguments[word] = text[key.end() : end.start()]
+        place = end.end()
+    if not text.startswith(_CLOSE, place):
+        raise MalformedCall(
+            f"the arguments cannot be read from {_line(text, place)!r} on, or one is given twice; "
+            f"write {_FORMS['pairs']}"
+        )
+    return ToolCall(name[1], arguments, has_types=False), place + len(_CLOSE)
+
+
 def _line(text: str, start: int) -> str:
     return text[start : start + 40].strip().partition("\n")[0]
 
@@ -177,14 +212,14 @@ def _after_space(text: str, start: int) -> int:
 
 def _malformed(text: str, start: int, form: str, error: MalformedCall) -> tuple[MalformedCall, int]:
     """Return the error of a call that cannot be read, and the end of the call."""
-    following = _CALL.search(text, start)
+    following = (_NAMED_CALL if form == "pairs" else _CALL).search(text, start)
     most = following.start() if following else len(text)
     if (end := text.find(_CLOSE, start, most)) < 0:
         return MalformedCall(f"{_OPEN} is not closed by {_CLOSE}"), most
-    if text[end - 1] != "\n":
+    if form != "pairs" and text[end - 1] != "\n":
         error = MalformedCall(_LINES + _FORMS[form])
     return error, end + len(_CLOSE)
 
 
 _CALLS: Mapping[str, Callable[[str, int], tuple[ToolCall, int]]]
-_CALLS = {"json": _json_call, "xml": _tagged_call}
+_CALLS = {"json": _json_call, "xml": _tagged_call, "pairs": _paired_call}

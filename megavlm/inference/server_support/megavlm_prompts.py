@@ -4,7 +4,8 @@ SGLang decodes a request's tokens and counts the image placeholders in the text.
 ordinary tokens that spell `<image>`, `<|image_pad|>` or `<|video_pad|>`; these are counted, too,
 and the next turn is refused with HTTP 400. The text has no other use: the processor of transformers
 tokenizes it again, and SGLang replaces the result by the request's own tokens. So here the text
-consists only of the placeholders of the request's vision tokens.
+consists only of the placeholders of the request's vision tokens. The attention mask of the text is
+dropped, because some of SGLang's processors would apply it to the tokens.
 """
 
 from typing import Any
@@ -18,6 +19,7 @@ def install() -> None:
     kept.
     """
     load = BaseMultimodalProcessor.load_mm_data
+    process = BaseMultimodalProcessor.process_and_combine_mm_data
 
     async def load_by_ids(self: Any, prompt: Any, multimodal_tokens: Any, **given: Any) -> Any:
         images, ids = given.get("image_data") or [], None
@@ -34,4 +36,11 @@ def install() -> None:
             loaded.input_ids = ids
         return loaded
 
+    def process_without_mask(self: Any, media: Any, *arguments: Any, **options: Any) -> Any:
+        made = process(self, media, *arguments, **options)
+        if media.input_ids is not None and made[2]:
+            made[2].pop("attention_mask", None)
+        return made
+
     BaseMultimodalProcessor.load_mm_data = load_by_ids
+    BaseMultimodalProcessor.process_and_combine_mm_data = process_without_mask

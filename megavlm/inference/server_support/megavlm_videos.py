@@ -13,6 +13,7 @@ the prompt's `num_tokens`, and its `next_position`: tokens after it are a respon
 import asyncio
 import base64
 import json
+from contextvars import ContextVar
 from itertools import islice, pairwise
 from math import prod
 from typing import Any
@@ -26,8 +27,25 @@ BEGIN, FILE = "megavlm:", "file://"
 
 
 def install() -> None:
-    """Make SGLang take a prompt's media as the trainer has processed them."""
-    load = BaseMultimodalProcessor.load_mm_data
+    """Make SGLang take a prompt's media as the trainer has processed them, with its positions: some
+    of SGLang's processors would compute positions again, without the sizes of such media.
+    """
+    load, start = BaseMultimodalProcessor.load_mm_data, BaseMultimodalProcessor.__init__
+    given_positions: ContextVar[Any] = ContextVar("given_positions")
+
+    def start_with_positions(self: Any, *arguments: Any, **options: Any) -> None:
+        start(self, *arguments, **options)
+        process = self.process_mm_data_async
+
+        async def process_with_positions(*arguments: Any, **options: Any) -> Any:
+            given_positions.set(None)
+            made = await process(*arguments, **options)
+            if (media := given_positions.get()) is not None:
+                made.mrope_positions = media["mrope_positions"]
+                made.mrope_position_delta = media["mrope_position_delta"].reshape(1, 1)
+            return made
+
+        self.process_mm_data_async = process_with_positions
 
     async def load_processed(self: Any, prompt: Any, multimodal_tokens: Any, **given: Any) -> Any:
         for item in given.get("video_data") or []:
@@ -35,10 +53,13 @@ def install() -> None:
                 token_ids = multimodal_tokens.image_token_id, multimodal_tokens.video_token_id
                 # In a thread, as it takes long to make patches of frames.
                 text = item.removeprefix(BEGIN)
-                return await asyncio.to_thread(processed, prompt, text, token_ids)
+                media = await asyncio.to_thread(processed, prompt, text, token_ids)
+                given_positions.set((media.images or media.videos)[0])
+                return media
         return await load(self, prompt, multimodal_tokens=multimodal_tokens, **given)
 
     BaseMultimodalProcessor.load_mm_data = load_processed
+    BaseMultimodalProcessor.__init__ = start_with_positions
 
 
 def _read(text: str) -> bytearray:
@@ -75,14 +96,15 @@ def processed(prompt: list[int], text: str, token_ids: tuple[int, int]) -> Any:
     }
     format_ = PatchFormat.from_values(header["format"])
     ids = torch.tensor(prompt[:length])
-    places = [iter((ids == token).nonzero().flatten().tolist()) for token in token_ids]
+    # Images and videos may share a token; then they take its places in their order.
+    places = {token: iter((ids == token).nonzero().flatten().tolist()) for token in token_ids}
     images: list[dict[str, Any]] = []
     videos: list[dict[str, Any]] = []
     for medium, pixels in zip(header["media"], frames, strict=True):
         patches = format_.cut(pixels.view(*medium["shape"], 3))
         _, height, width = format_.grid(*medium["shape"])
         is_video, number = medium["is_video"], len(patches) // format_.merge**2
-        own = list(islice(places[is_video], number))
+        own = list(islice(places[token_ids[is_video]], number))
         if len(own) < number:
             raise ValueError(f"the prompt has {len(own)} of the {number} tokens of a medium")
         for index, (first, last) in enumerate(_runs(own)):

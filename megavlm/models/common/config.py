@@ -19,12 +19,22 @@ class LanguageConfig(TransformerConfig):
     tree_attention: Backend of the core attention (`attention_backends`).
     deepstack_levels: Number of levels of tower features that are added to the hidden states, one
         level after each of the first layers.
+    post_norms: Each layer normalises the outputs of its attention and of its MLP, before it adds
+        them to the hidden states.
+    router_bias: A layer's router adds a bias of its own to the scores of experts where it selects
+        them, and not where it weighs them. The bias is not trained: it balances the load of
+        experts in pretraining.
+    fused_gate_up: HF has the gate and the up projection of a dense MLP in one linear layer, which
+        has one adapter.
     fused_weight_gradients: Transformer Engine's linear layers add weight gradients to `main_grad`
         within the matrix product.
     """
 
     tree_attention: str = "sdpa"
     deepstack_levels: int = 0
+    post_norms: bool = False
+    router_bias: bool = False
+    fused_gate_up: bool = False
     fused_weight_gradients: bool = False
 
 

@@ -7,6 +7,7 @@ stages send the rows that later layers need together with the hidden states, in 
 Source: transformers `models/qwen3_vl/modeling_qwen3_vl.py`.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,12 @@ class DeepStackLayer(TransformerLayer):
     """Transformer layer that adds its DeepStack level to the hidden states, if it has one and the
     pack has images. A layer with experts replays the pack's routed experts.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # megatron-core records a graph of the sums in passes without gradients too. A norm's weight
+        # would then keep the hidden states of all layers.
+        self.bias_dropout_add_exec_handler = nullcontext
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         levels, layout = kwargs.pop("context"), kwargs["packed_seq_params"]

@@ -4,6 +4,7 @@ The layers are Transformer Engine's on a GPU where it is installed, and megatron
 elsewhere. Both have tree attention, DeepStack and the same checkpoint keys.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,7 +90,7 @@ class LanguageModel(GPTModel):
         for module in self.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):  # Transformer Engine's linears
                 module.fuse_wgrad_accumulation = config.fused_weight_gradients
-        self.rotary = MultimodalRotary(rotary)
+        self.rotary = MultimodalRotary(rotary, interleaved=config.rotary_interleaved)
         if place.is_last and not has_output:
             del self.output_layer
             self.post_process = False  # tells GPTModel that there is no output layer to save
@@ -163,6 +164,26 @@ class MegatronRMSNorm(nn.RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
+class NormedSum(nn.Module):
+    """Sum of hidden states and the normalised output of attention or MLP, with the contract of
+    megatron-core's "bias-dropout-add": a call returns the function that adds.
+    """
+
+    def __init__(self, config: LanguageConfig, norm: type) -> None:
+        super().__init__()
+        self.layernorm = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        return self._add
+
+    def _add(
+        self, output_with_bias: tuple[Tensor, Tensor | None], hidden: Tensor, dropout: float
+    ) -> Tensor:
+        output, bias = output_with_bias
+        assert bias is None and dropout == 0
+        return hidden + self.layernorm(output)
+
+
 def layer_specs(
     config: LanguageConfig, groups: ProcessGroupCollection, chunk: int | None
 ) -> TransformerBlockSubmodules:
@@ -174,7 +195,7 @@ def layer_specs(
     specs = {kind: _layer_spec(config, kind, groups) for kind in set(kinds)}
     return TransformerBlockSubmodules(
         layer_specs=[specs[kind] for kind in kinds[first : first + count]],
-        layer_norm=_final_norm(),
+        layer_norm=_whole_norm(),
     )
 
 
@@ -217,6 +238,13 @@ def _layer_spec(
             attention.q_layernorm = attention.k_layernorm = MegatronRMSNorm
         parts.sharded_state_dict_keys_map = _norm_keys(kind)
     layer.module = DeepStackLayer
+    if config.post_norms:
+        add = ModuleSpec(NormedSum, params={"config": config, "norm": _whole_norm()})
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add
+        layer.submodules.sharded_state_dict_keys_map |= {
+            "self_attn_bda.": "self_attention.post_",
+            "mlp_bda.": "mlp.post_",
+        }
     if kind.has_experts:
         layer.submodules.mlp = ExpertsSpec.of(layer.submodules.mlp, groups)
     attention = layer.submodules.self_attention
@@ -241,7 +269,8 @@ def _norm_keys(kind: LayerKind) -> dict[str, str]:
     return keys if kind.has_experts else keys | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-def _final_norm() -> type | ModuleSpec:
+def _whole_norm() -> type:
+    """Return the class of norms that are not fused with a linear layer."""
     if not platform.has_transformer_engine():
         return MegatronRMSNorm
     from megatron.core.extensions.transformer_engine import TENorm

@@ -40,7 +40,8 @@ class HubTensors:
     - HUB: stacked as in hub files of Qwen3-VL, `gate_up_proj` [E, H, 2I] and `down_proj` [E, I, H].
     - MEMORY: stacked as in models of transformers 5 in memory, [E, 2I, H] and [E, H, I]. Hub files
       of Qwen3.5, and folders of Qwen3-VL that transformers 5 saved, have this form, too.
-    - Separate: one tensor per expert, `experts.3.gate_proj.weight` [I, H]. Names show this form.
+    - Separate: one tensor per expert, `experts.3.gate_proj.weight` [I, H], as in hub files of
+      GLM-4.6V. Names show this form.
 
     `form` tells HUB and MEMORY apart; None infers it from the shapes. At least one of the two
     stacks is not square, so that a wrong form is always detected, and refused.
@@ -270,6 +271,24 @@ def stack_shape(entry: Entry, shape: Shape, form: Form) -> Shape:
         return shape
     count, rows, columns = shape
     return count, columns, rows
+
+
+def written_shapes(entry: Entry, form: Form) -> dict[str, Shape]:
+    """Return the names and shapes of an entry's tensors in files of `form`: hub files of some
+    families hold each expert's tensors separately.
+    """
+    shapes = {
+        name: stack_shape(entry, shape, form)
+        for name, shape in zip(entry.hf, entry.hf_shapes, strict=True)
+    }
+    if not (entry.separate and form == HUB):
+        return shapes
+    assert entry.expert is not None and not entry.transposed
+    separate: dict[str, Shape] = {}
+    for stack, (_, rows, columns) in shapes.items():
+        ones = _one_expert(stack, entry.expert)
+        separate |= dict.fromkeys(ones, (rows // len(ones), columns))
+    return separate
 
 
 def _one_expert(stack: str, expert: int) -> list[str]:

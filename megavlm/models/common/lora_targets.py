@@ -175,7 +175,14 @@ def _linear_attention_targets(layer: GatedDeltaNet, name: str) -> Iterator[LoRAT
 
 def _mlp_targets(mlp: Any, name: str, **placement: Any) -> Iterator[LoRATarget]:
     first, second = _gated_parts(mlp.config, mlp.linear_fc1.weight)
-    yield LoRATarget(f"{name}.linear_fc1", mlp, "linear_fc1", first, Placement("rows", **placement))
+    where, order, size = Placement("rows", **placement), None, placement["group"].size()
+    if mlp.config.fused_gate_up:
+        rows = mlp.linear_fc1.weight.size(0) * size
+        first = (("gate_up_proj", rows),)
+        if size > 1:  # a rank has a piece of the gate and one of up
+            where = Placement("fused", **placement)
+            order = torch.arange(rows).view(2, size, -1).transpose(0, 1).flatten()
+    yield LoRATarget(f"{name}.linear_fc1", mlp, "linear_fc1", first, where, order=order)
     yield LoRATarget(
         f"{name}.linear_fc2", mlp, "linear_fc2", second, Placement("columns", **placement)
     )

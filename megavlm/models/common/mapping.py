@@ -56,6 +56,10 @@ class Entry:
         linear layer is usually [out, in].
     dtype: Data type of this tensor in the model, its checkpoints and the servers, whatever the
         model's dtype is. None uses the model's dtype.
+    server_dtype: Data type of the servers' tensor if it differs from `dtype`.
+    frozen: True for a tensor that no training changes. The model holds it as a buffer.
+    separate: True if hub files hold the tensors of each expert (`experts.3.gate_proj.weight`), and
+        not the stacks that `hf` names. transformers stacks them in memory.
     """
 
     megatron: str
@@ -67,6 +71,14 @@ class Entry:
     expert: int | None = None
     transposed: bool = False
     dtype: torch.dtype | None = None
+    server_dtype: torch.dtype | None = None
+    frozen: bool = False
+    separate: bool = False
+
+    @property
+    def sent_dtype(self) -> torch.dtype | None:
+        """Data type of the servers' tensor, None for the model's."""
+        return self.server_dtype or self.dtype
 
     @property
     def megatron_shape(self) -> Shape:

@@ -6,7 +6,10 @@ the names of HF; only their patch embedding differs: it is a linear layer here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from megavlm.models.common.mapping import (
     COLUMNS,
@@ -88,37 +91,65 @@ def mlp(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
     )
 
 
-def experts(text: Any, megatron: str, hf: str, *, transposed: bool) -> Iterator[Entry]:
-    """Yield the entries of a layer's router and experts, and of the norm before them.
+def experts(
+    text: Any,
+    megatron: str,
+    hf: str,
+    count: int,
+    *,
+    transposed: bool = False,
+    separate: bool = False,
+    router_dtype: torch.dtype | None = None,
+) -> Iterator[Entry]:
+    """Yield the entries of a layer's router and `count` experts, and of the norm before them.
 
     transposed: Whether the hub's stacks hold the weights of experts as [in, out].
+    separate: As in `Entry`. router_dtype: Data type of the servers' routers.
     """
-    hidden, ffn, count = text.hidden_size, text.moe_intermediate_size, text.num_experts
+    hidden, ffn = text.hidden_size, text.moe_intermediate_size
     yield same(
         f"{megatron}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight", (hidden,)
     )
-    yield same(f"{megatron}.mlp.router.weight", f"{hf}.mlp.gate.weight", (count, hidden))
+    router = same(f"{megatron}.mlp.router.weight", f"{hf}.mlp.gate.weight", (count, hidden))
+    yield replace(router, server_dtype=router_dtype)
     # megatron-core has the same key for sequential and for grouped experts.
     target, stacks = f"{megatron}.mlp.experts.experts", f"{hf}.mlp.experts"
     gate_up, down = (count, 2 * ffn, hidden), (count, hidden, ffn)
     if transposed:
         gate_up, down = (count, hidden, 2 * ffn), (count, ffn, hidden)
-    for expert in range(count):
-        yield expert_gated(
+    for number in range(count):
+        entry = expert_gated(
             f"{target}.linear_fc1.weight",
             f"{stacks}.gate_up_proj",
             gate_up,
-            expert,
+            number,
             transposed=transposed,
         )
-    for expert in range(count):
-        yield expert_down(
+        yield replace(entry, separate=separate)
+    for number in range(count):
+        entry = expert_down(
             f"{target}.linear_fc2.weight",
             f"{stacks}.down_proj",
             down,
-            expert,
+            number,
             transposed=transposed,
         )
+        yield replace(entry, separate=separate)
+
+
+def shared_expert(megatron: str, hf: str, hidden: int, ffn: int) -> Iterator[Entry]:
+    """Yield the entries of a layer's shared expert, used by every token.
+
+    hf: Name of the shared expert on the hub. ffn: Its width.
+    """
+    target = f"{megatron}.mlp.shared_experts"
+    yield gated(
+        f"{target}.linear_fc1.weight",
+        f"{hf}.gate_proj.weight",
+        f"{hf}.up_proj.weight",
+        (ffn, hidden),
+    )
+    yield same(f"{target}.linear_fc2.weight", f"{hf}.down_proj.weight", (hidden, ffn), COLUMNS)
 
 
 def tower(hf: str, vision: Any, size: int, shapes: Mapping[str, Shape]) -> Iterator[Entry]:

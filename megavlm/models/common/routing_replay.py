@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megavlm.data.packs.routed_experts import RoutedExperts
 from megavlm.models.common import expert_sums
+from megavlm.models.common.config import LanguageConfig
 
 
 class ReplayedExperts(NamedTuple):
@@ -54,6 +55,7 @@ class ReplayingMoELayer(MoELayer):
     """
 
     replayed: ReplayedExperts | None = None
+    config: LanguageConfig
     moe_layer_recompute: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -61,6 +63,11 @@ class ReplayingMoELayer(MoELayer):
         # Recomputed here, where the backward pass finds the routed experts of its own pack again.
         self._recomputes = self.moe_layer_recompute
         self.moe_layer_recompute = False
+        if self.config.router_bias:
+            # Not by moe_router_enable_expert_bias, with which megatron-core would also update it.
+            del self.router.expert_bias
+            bias = torch.zeros(self.config.num_moe_experts, dtype=torch.float32)
+            self.router.register_buffer("expert_bias", bias)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
         replayed = self.replayed

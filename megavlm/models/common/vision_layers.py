@@ -225,11 +225,13 @@ class PaddedLinear(nn.Linear):
 class Attention(nn.Module):
     """Attention within segments. Input and output are [P, D]."""
 
-    def __init__(self, size: int, num_heads: int) -> None:
+    def __init__(
+        self, size: int, num_heads: int, *, qkv_bias: bool = True, bias: bool = True
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.qkv = nn.Linear(size, 3 * size)
-        self.proj = nn.Linear(size, size)
+        self.qkv = nn.Linear(size, 3 * size, bias=qkv_bias)
+        self.proj = nn.Linear(size, size, bias=bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         heads = self.num_heads
@@ -243,14 +245,20 @@ class VisionBlock(nn.Module):
 
     norm: Creates a norm of the given size.
     mlp: The family's MLP.
+    biases: Whether attention has biases (`Attention`).
     """
 
     def __init__(
-        self, size: int, num_heads: int, norm: Callable[[int], nn.Module], mlp: nn.Module
+        self,
+        size: int,
+        num_heads: int,
+        norm: Callable[[int], nn.Module],
+        mlp: nn.Module,
+        **biases: bool,
     ) -> None:
         super().__init__()
         self.norm1, self.norm2 = norm(size), norm(size)
-        self.attn = Attention(size, num_heads)
+        self.attn = Attention(size, num_heads, **biases)
         self.mlp = mlp
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:

@@ -10,9 +10,9 @@ from megavlm.config.data import Data
 from megavlm.data.media.image_processing import Grid, ImageCache
 from megavlm.data.media.videos import ProcessedVideo
 from megavlm.data.packs.positions import Span
-from megavlm.models.common.qwen_inputs import (
+from megavlm.models.common.inputs import (
     MultimodalPositions,
-    QwenVideos,
+    ResizedVideos,
     images,
     model_inputs,
 )
@@ -20,7 +20,7 @@ from megavlm.models.common.qwen_inputs import (
 __all__ = ["images", "model_inputs", "positions", "videos"]
 
 
-class TokensOnly(QwenVideos):
+class TokensOnly(ResizedVideos):
     """Videos of Qwen2.5-VL and Qwen2-VL: one run of video tokens. Only positions encode time."""
 
     bounds_all_frames = False

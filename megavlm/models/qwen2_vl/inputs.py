@@ -3,7 +3,7 @@
 from typing import Any
 
 from megavlm.data.packs.positions import Span
-from megavlm.models.common.qwen_inputs import MultimodalPositions, images, model_inputs
+from megavlm.models.common.inputs import MultimodalPositions, images, model_inputs
 from megavlm.models.qwen2_5_vl.inputs import videos
 
 __all__ = ["images", "model_inputs", "positions", "videos"]

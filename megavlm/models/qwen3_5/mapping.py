@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megavlm.models.common.mapping import COLUMNS, ROWS, Entry, gated, same
-from megavlm.models.common.mapping_parts import experts, language_model, mlp
+from megavlm.models.common.mapping import COLUMNS, ROWS, Entry, same
+from megavlm.models.common.mapping_parts import experts, language_model, mlp, shared_expert
 from megavlm.models.linear_attention.fused_rows import (
     group_rows,
     join_gated,
@@ -34,8 +34,11 @@ def _text_entries(config: Any) -> Iterator[Entry]:
     def layer(index: int, megatron: str, hf: str) -> Iterator[Entry]:
         yield from (linear_attention if is_linear[index] else gated_attention)(text, megatron, hf)
         if is_moe:
-            yield from experts(text, megatron, hf, transposed=False)
-            yield from shared_expert(text, megatron, hf)
+            yield from experts(text, megatron, hf, text.num_experts)
+            source, ffn = f"{hf}.mlp.shared_expert", text.shared_expert_intermediate_size
+            yield from shared_expert(megatron, source, text.hidden_size, ffn)
+            gate = f"{megatron}.mlp.shared_experts.gate_weight"
+            yield same(gate, f"{source}_gate.weight", (1, text.hidden_size))
         else:
             yield from mlp(text, megatron, hf)
 
@@ -92,20 +95,6 @@ def gated_attention(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
     for x in "qk":
         yield same(f"{target}.{x}_layernorm.weight", f"{source}.{x}_norm.weight", (size,))
     yield same(f"{target}.linear_proj.weight", f"{source}.o_proj.weight", (hidden, q), COLUMNS)
-
-
-def shared_expert(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
-    """Yield the entries of a layer's shared expert, used by every token, and of its gate."""
-    hidden, ffn = text.hidden_size, text.shared_expert_intermediate_size
-    target, source = f"{megatron}.mlp.shared_experts", f"{hf}.mlp.shared_expert"
-    yield gated(
-        f"{target}.linear_fc1.weight",
-        f"{source}.gate_proj.weight",
-        f"{source}.up_proj.weight",
-        (ffn, hidden),
-    )
-    yield same(f"{target}.linear_fc2.weight", f"{source}.down_proj.weight", (hidden, ffn), COLUMNS)
-    yield same(f"{target}.gate_weight", f"{source}_gate.weight", (1, hidden))
 
 
 def _group_channels(groups: int, channels: Sequence[int], tensors: Sequence[Tensor]) -> Tensor:

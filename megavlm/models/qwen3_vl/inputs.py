@@ -7,9 +7,9 @@ from megavlm.config.data import Data
 from megavlm.data.media.image_processing import Grid, ImageCache
 from megavlm.data.media.videos import ProcessedVideo
 from megavlm.data.packs.positions import Span
-from megavlm.models.common.qwen_inputs import (
+from megavlm.models.common.inputs import (
     MultimodalPositions,
-    QwenVideos,
+    ResizedVideos,
     images,
     model_inputs,
 )
@@ -17,7 +17,7 @@ from megavlm.models.common.qwen_inputs import (
 __all__ = ["images", "model_inputs", "positions", "videos"]
 
 
-class TimestampedFrames(QwenVideos):
+class TimestampedFrames(ResizedVideos):
     """Videos of Qwen3-VL: for each frame of the grid, its time as text, then its video tokens
     between the tokens for vision start and vision end.
     """

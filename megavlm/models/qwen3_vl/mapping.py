@@ -38,7 +38,7 @@ def _text_entries(config: Any) -> Iterator[Entry]:
             text, megatron, hf, head_dim=text.head_dim, qkv_bias=False, qk_norm=True
         )
         if has_experts[index]:
-            yield from experts(text, megatron, hf, transposed=True)
+            yield from experts(text, megatron, hf, text.num_experts, transposed=True)
         else:
             yield from mlp(text, megatron, hf)
 

@@ -232,8 +232,8 @@ class GatewaySession:
 
     def _closed(self, call: Call) -> Sequence[int]:
         """Return the tokens of a response with the end of its turn, also where it was cut."""
-        ids, end = call.response.token_ids.tolist(), self._processor.eos_id
-        return ids if ids[-1] == end else [*ids, end]
+        ids = call.response.token_ids.tolist()
+        return ids if ids[-1] in self._processor.end_ids else [*ids, self._processor.eos_id]
 
     def _most_tokens(self, request: ChatRequest, prompt: Prompt) -> int:
         """Return the limit of a response's tokens. Raises BadRequest if none are left."""

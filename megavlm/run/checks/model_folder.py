@@ -24,12 +24,12 @@ from megavlm.checkpointing.untrained import untrained_tensors
 from megavlm.config.algorithm import DataTraining
 from megavlm.config.schema import Config
 from megavlm.demo_folder import demo_command
-from megavlm.families import FAMILIES, check_unquantised, family
+from megavlm.families import check_unquantised, family, family_of
 from megavlm.models.folder_files import check_files, check_pickles
 from megavlm.run.checks.layout import Values, check_sizes
 
 # Suffixes of the config.json values that determine shapes of tensors.
-_SIZES = ("_size", "_layers", "_heads", "_dim", "depth", "num_experts")
+_SIZES = ("_size", "_layers", "_heads", "_dim", "depth", "_experts")
 
 
 def check_model(folder: Path, config: Config) -> Values:
@@ -40,12 +40,7 @@ def check_model(folder: Path, config: Config) -> Values:
     """
     _check_fetched(folder)
     values = _read_json(folder, "config.json")
-    model_type = values.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(
-            f"model.folder={folder} holds a model of type {model_type!r}, but it is not supported: "
-            f"use one of {', '.join(FAMILIES)}"
-        )
+    family_of(folder)
     try:
         check_unquantised(values, folder)
         check_no_adapters(folder)

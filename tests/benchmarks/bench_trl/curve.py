@@ -21,8 +21,8 @@ from megavlm.parallel import platform
 platform.install()  # before the first import of megatron-core
 
 from megavlm.data.packs.trees import prompt_tree  # noqa: E402
-from megavlm.demo.tiny_configs import TinySizes, tiny_config  # noqa: E402
 from megavlm.families import family  # noqa: E402
+from megavlm.models.common.tiny import TinySizes, tiny_config  # noqa: E402
 from megavlm.models.cost import ModelCost  # noqa: E402
 from tests.benchmarks.bench_model import (  # noqa: E402
     SIZES,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PROJECTIONS = [f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "gate_up", "down")]
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 Tensors = dict[str, Tensor]
 

@@ -184,7 +184,7 @@ CASES = {
     ),
     "unknown family": (
         lambda hf: configure(hf, model_type="llava"),
-        r"config\.json: model_type 'llava' is not supported: use one of qwen2_5_vl, qwen2_vl",
+        r"config\.json: model_type 'llava' is not supported: use one of glm4v, glm4v_moe",
     ),
     "families in a list": (
         lambda hf: configure(hf, model_type=[MOE]),

@@ -52,7 +52,8 @@ DENSE = {
 }
 QUICK = "TP2 x PP2"  # the one of `make test`: first, as each loads what the one before has saved
 CASES = {QUICK: DENSE[QUICK]} | EXPERTS | DENSE
-MOE = ("qwen3_vl_moe", "qwen3_5_moe")
+MOE = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")
+IN_FP32 = (".A_log", ".e_score_correction_bias")  # whatever the model's dtype is
 STEP = 7
 FILE = "model.safetensors"
 
@@ -80,7 +81,7 @@ def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Folder:
         if family != "qwen2_vl":
             path = folder / FILE
             tensors = {
-                name: x if name.endswith(".A_log") else x.bfloat16()  # which training keeps in fp32
+                name: x if name.endswith(IN_FP32) else x.bfloat16()
                 for name, x in load_file(path).items()
             }
             save_file(tensors, path, {"format": "pt"})

@@ -16,7 +16,7 @@ from tests.unit.checkpoint_tools.lora_models import make_adapters
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v"])
 def test_sglang_finds_every_pair(family: str, hf_folder: Folder, tmp_path: Path) -> None:
     define_torchvision_operators()
     from sglang.srt.lora.lora import LoRAAdapter

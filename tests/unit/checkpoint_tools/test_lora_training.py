@@ -118,7 +118,11 @@ def trained(folder: Path, merged: Path, checkpoint: Path, settings: LoRA) -> dic
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen2_5_vl", "qwen3_vl_moe", *slow("qwen2_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")],
+    [
+        "qwen2_5_vl",
+        "qwen3_vl_moe",
+        *slow("qwen2_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"),
+    ],
 )
 def test_training_starts_from_imported_adapters(
     family: str, hf_folder: Folder, tmp_path: Path

@@ -2,7 +2,7 @@
 
 import importlib
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -15,7 +15,27 @@ MODELS = {
     "qwen3_vl_moe": "Qwen3VLMoeModel",
     "qwen3_5": "Qwen3_5Model",
     "qwen3_5_moe": "Qwen3_5MoeModel",
+    "glm4v": "Glm4vModel",
+    "glm4v_moe": "Glm4vMoeModel",
 }
+
+
+class Tokens(NamedTuple):
+    """Ids of the tokens of images and videos, and of the tokens around them. GLM's videos have
+    image tokens.
+    """
+
+    image: int
+    video: int
+    start: int
+    video_start: int
+    video_end: int
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        names = ("vision_start", "video_start", "video_end")
+        marks = (getattr(config, f"{name}_token_id", -1) for name in names)
+        return cls(config.image_token_id, config.video_token_id, *marks)
 
 
 def rope_index(
@@ -55,25 +75,32 @@ def sglang_rope_index(
     family: str,
     merge_size: int,
     tokens_per_second: int,
-    tokens: tuple[int, int, int],
+    tokens: Tokens,
     token_ids: Tensor,
     image_grids: Tensor | None,
     video_grids: Tensor | None,
     seconds_per_grid: Tensor | None,
 ) -> tuple[Tensor, int]:
-    """Positions [3, T] of token_ids [T] and the next position, as a server computes them.
-
-    tokens: ids of an image, a video, and the start of either.
-    """
+    """Positions [3, T] of token_ids [T] and the next position, as a server computes them."""
     define_torchvision_operators()
     from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
 
-    image, video, start = tokens
+    if family.startswith("glm"):
+        config = SimpleNamespace(
+            image_token_id=tokens.image,
+            video_start_token_id=tokens.video_start,
+            video_end_token_id=tokens.video_end,
+            vision_config=SimpleNamespace(spatial_merge_size=merge_size),
+        )
+        positions, delta = MRotaryEmbedding.get_rope_index_glm4v(
+            token_ids[None], config, image_grids, video_grids, None
+        )
+        return positions[:, 0], int(delta) + len(token_ids)
     positions, delta = MRotaryEmbedding.get_rope_index(
         spatial_merge_size=merge_size,
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=start,
+        image_token_id=tokens.image,
+        video_token_id=tokens.video,
+        vision_start_token_id=tokens.start,
         model_type=family,
         tokens_per_second=tokens_per_second,
         input_ids=token_ids[None],

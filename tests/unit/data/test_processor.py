@@ -18,9 +18,9 @@ from megavlm.data.media.image_decoding import decode
 from megavlm.data.media.image_processing import ImageCache, ProcessedImage
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
-from megavlm.demo.tiny_model import SPECIAL_TOKENS
 from megavlm.families import FAMILIES, family_of
-from megavlm.models.common.qwen_inputs import QwenImages
+from megavlm.models.common.inputs import ResizedImages
+from megavlm.models.common.qwen_tiny import TOKENS
 from tests.conftest import DATA, read_rows
 from tests.support.samples import auto_processor, image, our_processor
 
@@ -143,7 +143,7 @@ def test_bounds_shrink_images_and_stay_within_the_folders(folder: Path, hf: Any)
 def test_a_image_that_the_server_would_resize_again_is_refused(folder: Path, hf: Any) -> None:
     config = AutoConfig.from_pretrained(folder)
     image_processor = type(hf.image_processor)(min_pixels=56 * 56, max_pixels=28 * 28 * 16)
-    images = QwenImages(config, image_processor, DATA, ImageCache(0))
+    images = ResizedImages(config, image_processor, DATA, ImageCache(0))
     assert images.image(image((900, 60))).num_patches == 15 * 4
     with pytest.raises(ValueError, match=r"2000 x 60 pixels becomes 644 x 28, .* crop it"):
         images.image(image((2000, 60)))
@@ -207,7 +207,7 @@ def test_answers_and_suppressed_ids(folder: Path, processor: Processor) -> None:
     assert processor.decode(processor.encode_answer(" red ")) == "red"
     vocab_size = config.text_config.vocab_size
     assert processor.vocab_size == vocab_size
-    expected = {tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS} - {end}
+    expected = {tokenizer.convert_tokens_to_ids(token) for token in TOKENS.special} - {end}
     expected |= set(range(len(tokenizer), vocab_size))
     assert set(processor.suppressed_ids) == expected
     assert processor.image_token_id in expected

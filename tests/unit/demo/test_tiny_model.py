@@ -9,14 +9,15 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
-from megavlm.demo.tiny_configs import (
+from megavlm.demo.tiny_model import _randomise, _slow_decay, make_tiny_model
+from megavlm.families import FAMILIES
+from megavlm.models.common.tiny import (
     TinySizes,
     interleaved_mrope_section,
     mrope_section,
     tiny_config,
+    tiny_family,
 )
-from megavlm.demo.tiny_model import SPECIAL_TOKENS, _randomise, _slow_decay, make_tiny_model
-from megavlm.families import FAMILIES
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 TEXTS = ["What color is the shape?", "red", "1 purple 3 yellow"] * 20
@@ -112,6 +113,8 @@ def test_sizes_windows_ties_and_noise(tmp_path: Path) -> None:
 
 QWEN2 = ("Qwen2VLProcessor", "Qwen2VLVideoProcessor")
 QWEN3 = ("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
+GLM4 = ("Glm4vProcessor", "Glm4vVideoProcessor")
+GLM46 = ("Glm46VProcessor", "Glm46VVideoProcessor")
 
 
 @pytest.mark.parametrize(
@@ -120,6 +123,8 @@ QWEN3 = ("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
         ("qwen2_vl", "visual.blocks.0.mlp.fc1.bias", QWEN2, 28),
         ("qwen3_vl", "model.visual.deepstack_merger_list.2.norm.bias", QWEN3, 32),
         ("qwen3_vl_moe", "model.language_model.layers.0.mlp.experts.gate_up_proj", QWEN3, 32),
+        ("glm4v", "model.language_model.layers.0.post_mlp_layernorm.weight", GLM4, 28),
+        ("glm4v_moe", "model.language_model.layers.1.mlp.gate.e_score_correction_bias", GLM46, 28),
     ],
 )
 def test_every_family_loads_in_transformers(
@@ -135,10 +140,11 @@ def test_every_family_loads_in_transformers(
     processor = AutoProcessor.from_pretrained(tmp_path)
     video_processor = processor.video_processor
     assert (type(processor).__name__, type(video_processor).__name__) == processors
-    assert processor.image_processor.size["shortest_edge"] == (2 * side) ** 2
+    frames = 1 if family.startswith("qwen") else 2  # of which the bound counts the pixels
+    assert processor.image_processor.size["shortest_edge"] == frames * (2 * side) ** 2
     assert processor.image_processor.patch_size == video_processor.patch_size == side // 2
     image = Image.new("RGB", (4 * side, 2 * side))
-    inputs = processor(text=["<|image_pad|>red"], images=[image], return_tensors="pt")
+    inputs = processor(text=[f"{processor.image_token}red"], images=[image], return_tensors="pt")
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == 8
     assert model(**inputs).logits.isfinite().all()
 
@@ -200,7 +206,7 @@ def test_a_model_stays_on_the_device_that_it_was_made_on(family: str) -> None:
     define_torchvision_operators()
     from transformers import AutoModelForImageTextToText
 
-    ids = {token: number for number, token in enumerate(SPECIAL_TOKENS)}
+    ids = {token: number for number, token in enumerate(tiny_family(family).tokens.special)}
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(tiny_config(family, TinySizes(), 64, ids))
     _slow_decay(model)
@@ -237,11 +243,12 @@ def test_mrope_sections_fill_the_head() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"family": "llava"}, "family: 'llava' has no tiny model; use one of qwen2_vl, "),
-        ({"head_dim": 64}, "head_dim: qwen2_5_vl has no such option, only qwen3_vl, qwen3_vl_moe"),
+        ({"family": "llava"}, "model_type 'llava' is not supported: use one of glm4v, "),
+        ({"head_dim": 64}, "head_dim: qwen2_5_vl has no such option; it has full_attention_blocks"),
         ({"family": "qwen3_vl", "num_experts": 4}, "num_experts: qwen3_vl has no such option"),
         ({"family": "qwen2_vl", "vision_ffn_size": 100}, "vision_ffn_size: 100 is not a multiple"),
         ({"family": "qwen3_vl_moe", "moe_ffn_size": 64}, "moe_ffn_size: 64 makes an expert tensor"),
+        ({"family": "glm4v_moe", "dense_layers": [1]}, r"dense_layers: \[1\] are not the first"),
     ],
 )
 def test_what_a_family_does_not_have_is_refused(

@@ -21,7 +21,7 @@ from megavlm.environments.tools.tool import Tool, ToolError, tool
 from megavlm.rewards.base import Example, Score
 from tests.support.timeouts import scaled
 
-JSON, XML = ChatFormat("json"), ChatFormat("xml")
+JSON, XML, PAIRS = ChatFormat("json"), ChatFormat("xml"), ChatFormat("pairs")
 LINES = "a\nb"
 ROW = Example("<image>What is there?", "a car", images=(b"image",))
 
@@ -35,9 +35,15 @@ def xml_call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>"
 
 
+def paired_call(name: str, **arguments: Any) -> str:
+    pairs = (f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in arguments.items())
+    return f"<tool_call>{name}\n{''.join(pairs)}</tool_call>"
+
+
 @pytest.mark.parametrize(
     ("chat", "text"),
     [
+        (PAIRS, f"I look.\n{paired_call('look', box='[1, 2]')}{paired_call('mark', text=LINES)}"),
         (JSON, f"I look.\n{json_call('look', box=[1, 2])}\n{json_call('mark', text=LINES)}"),
         (XML, f"I look.\n\n{xml_call('look', box='[1, 2]')}\n{xml_call('mark', text=LINES)}"),
     ],
@@ -62,6 +68,7 @@ def test_calls_in_each_form(chat: ChatFormat, text: str) -> None:
         (JSON, f"<think>\nhm {json_call('a')}", None, "", 0),
         (JSON, "a </think> b", "", "a </think> b", 0),  # no thought has begun
         (ChatFormat("xml", True), "a </think> b </think> c", "a", "b </think> c", 0),
+        (PAIRS, f"\n<think>{paired_call('a')}</think>\n{paired_call('b')}", None, "", 1),
         (JSON, f"So <think>{json_call('a')}</think> b", None, "b", 0),
     ],
 )
@@ -104,7 +111,7 @@ def test_an_argument_may_quote_the_marks_of_calls_and_thoughts(
 
 def test_a_mark_in_a_sentence_is_a_word() -> None:
     said = "It opens by <tool_call>, and </tool_call> closes it."
-    assert read_reply(said, JSON) == Reply("", said, said, ())
+    assert read_reply(said, JSON) == read_reply(said, PAIRS) == Reply("", said, said, ())
     reply = read_reply(f"{said}\n{json_call('a')}", JSON)
     assert (reply.text, reply.calls) == (said, (ToolCall("a", {}),))
 
@@ -131,6 +138,20 @@ def test_a_mark_in_a_sentence_is_a_word() -> None:
             "<tool_call>\n<function=a>\n<parameter=b>\n1\n</parameter>\n<parameter=b>\n2\n"
             "</parameter>\n</function>\n</tool_call>",
             "given twice",
+        ),
+        (PAIRS, json_call("a"), "no name on its first line"),
+        (PAIRS, paired_call("", b=1), "no name on its first line"),
+        (
+            PAIRS,
+            "<tool_call>a\n<arg_key>b</arg_key>\n</tool_call>",
+            "from '<arg_key>b</arg_key>' on",
+        ),
+        (PAIRS, paired_call("a", b="1").replace("</tool_call>", ""), "is not closed"),
+        (PAIRS, paired_call("a", b="</tool_call>"), "from '<arg_key>b"),
+        (
+            PAIRS,
+            paired_call("a", b=1).replace("</tool_call>", paired_call("", b=1)[12:]),
+            "given tw",
         ),
     ],
 )

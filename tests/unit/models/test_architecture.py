@@ -17,14 +17,19 @@ from tests.support.releases import RELEASES, released_config
 def assert_same_angles(config: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     positions = torch.randint(0, 5000, (3, 200), generator=generator)
-    rotary = MultimodalRotary(part(config.model_type, "config").rotary(config))
+    family = part(config.model_type, "config")
+    interleaved = family.architecture(config).get("rotary_interleaved", False)
+    rotary = MultimodalRotary(family.rotary(config), interleaved=interleaved)
     ours = rotary(positions)
     embedding = type(build_in_transformers(config).model.language_model.rotary_emb)
     cos, sin = embedding(config.text_config)(torch.ones(()), positions[:, None])
     assert ours.shape == (200, 1, 1, cos.size(-1)) and ours.dtype == torch.float32
     assert torch.equal(ours[:, 0, 0].cos(), cos[0]) and torch.equal(ours[:, 0, 0].sin(), sin[0])
-    for table, whole in zip(rotary.tables(positions, torch.float32), (cos, sin), strict=True):
-        assert torch.equal(table[:, 0].repeat(1, 2), whole[0])
+    tables = rotary.tables(positions, torch.float32)
+    assert tables.interleaved == interleaved
+    for table, whole in zip(tables[:2], (cos, sin), strict=True):
+        twice = table[:, 0].repeat_interleave(2, 1) if interleaved else table[:, 0].repeat(1, 2)
+        assert torch.equal(twice, whole[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,11 +49,12 @@ def test_released_configurations(release: str, tmp_path: Path) -> None:
     assert ours.num_query_groups == text["num_key_value_heads"]
     assert ours.kv_channels == text.get("head_dim", 128)
     assert ours.qk_layernorm == release.startswith("Qwen3") != ours.add_qkv_bias
-    assert ours.layernorm_epsilon == 1e-6 and not ours.add_bias_linear
-    if "num_experts" in text:
-        assert (ours.num_moe_experts, ours.moe_router_topk) == (text["num_experts"], 8)
+    assert ours.layernorm_epsilon == text.get("rms_norm_eps", 1e-6) and not ours.add_bias_linear
+    if count := text.get("num_experts") or text.get("n_routed_experts"):
+        assert (ours.num_moe_experts, ours.moe_router_topk) == (count, 8)
         assert ours.moe_ffn_hidden_size == text["moe_intermediate_size"]
-        assert ours.moe_layer_freq == [1] * ours.num_layers
+        dense = text.get("first_k_dense_replace", 0)
+        assert ours.moe_layer_freq == [0] * dense + [1] * (ours.num_layers - dense)
     else:
         assert ours.num_moe_experts is None
     if release.startswith("Qwen3.5"):
@@ -119,6 +125,7 @@ def test_dense_layers_among_expert_layers() -> None:
         ("Qwen3-VL-30B-A3B", {"norm_topk_prob": False}, "norm_topk_prob: routers whose weights"),
         ("Qwen3-VL-30B-A3B", {"num_experts_per_tok": 1}, "num_experts_per_tok: 1 is not supported"),
         ("Qwen3.5-35B-A3B", {"num_experts_per_tok": 1}, "num_experts_per_tok: 1 is not supported"),
+        ("GLM-4.6V", {"n_group": 8, "topk_group": 2}, "topk_group: 2 of 8 groups for num_experts"),
     ],
 )
 def test_what_is_not_implemented_is_refused(

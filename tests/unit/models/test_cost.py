@@ -28,7 +28,7 @@ def test_every_family_counts_the_matrices_of_transformers(family: str) -> None:
     for name, parameter in parameters.items():
         if "language_model.layers." in name and parameter.dim() > 1:
             stacked = ".experts." in name  # a token goes through some of the experts
-            share = text.num_experts_per_tok / text.num_experts if stacked else 1
+            share = text.num_experts_per_tok / len(parameter) if stacked else 1
             per_token += 2 * share * parameter.numel()
         elif "visual.blocks." in name and parameter.dim() > 1:
             per_patch += 2 * parameter.numel()

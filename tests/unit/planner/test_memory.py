@@ -46,7 +46,7 @@ from tests.unit.planner.estimates import cluster
 AWARE = "use_precision_aware_optimizer=true"
 ON_GPUS = [name for name in WHOLE if not name.startswith("debug/")]
 # In the quick suite; models with many layers or experts take seconds to build.
-SMALL = [name for name in ON_GPUS if not re.search(r"_(27|30|32|35|72|235)b_", name)]
+SMALL = [name for name in ON_GPUS if not re.search(r"_(27|30|32|35|72|235)b_|4_6v", name)]
 
 
 def release(config: Config, folder: Path) -> Any:
@@ -182,7 +182,7 @@ def test_an_update_allocates_what_an_h200_measured(model: str) -> None:
 
 TOKENS = 512
 SIZES = {"hidden_size": 128, "ffn_size": 320, "num_heads": 4, "num_kv_heads": 2}
-ALL = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+ALL = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"]
 ON_CPUS = ["data.max_prompt_tokens=256", f"data.pack_tokens={TOKENS}", "model.fusions=false"]
 
 
@@ -190,7 +190,7 @@ def two_kinds(family: str, num_layers: int, sizes: dict[str, int]) -> Any:
     """Return a configuration whose layers are all alike, but in Qwen3.5 every second one has full
     attention and the others Gated DeltaNet.
     """
-    experts = {"dense_layers": []} if family == "qwen3_vl_moe" else {}
+    experts = {"dense_layers": []} if family in ("qwen3_vl_moe", "glm4v_moe") else {}
     hf_config = small_config(family, num_layers=num_layers, **sizes, **experts)
     if family.startswith("qwen3_5"):
         kinds = ["linear_attention", "full_attention"] * (num_layers // 2)
@@ -287,7 +287,8 @@ def values_of_cpus(family: str, sizes: dict[str, int], config: Config) -> float:
     """
     tensor, has_norms = config.parallel.tensor, family.startswith("qwen3")  # of queries and keys
     is_gated = family.startswith("qwen3_5")
-    head = 16 if has_norms else sizes["hidden_size"] // sizes["num_heads"]
+    has_small_heads = has_norms or family == "glm4v_moe"
+    head = 16 if has_small_heads else sizes["hidden_size"] // sizes["num_heads"]
     query, groups = head * sizes["num_heads"] / tensor, max(sizes["num_kv_heads"], tensor)
     # Qwen3.5's norms are computed in fp32.
     wide = 4 // getattr(torch, config.model.dtype).itemsize if is_gated else 1
@@ -295,7 +296,8 @@ def values_of_cpus(family: str, sizes: dict[str, int], config: Config) -> float:
     gate = (wide * query - query * (tensor < groups)) * is_gated
     is_again = config.recompute.language == "selective" and "core_attn" in config.recompute.modules
     layers = 1 if is_gated else 2  # with full attention
-    return 4 * wide * sizes["hidden_size"] / tensor + layers * (
+    num_norms = 8 if family == "glm4v" else 4
+    return num_norms * wide * sizes["hidden_size"] / tensor + layers * (
         norms + gate + query * (not is_again)
     )
 

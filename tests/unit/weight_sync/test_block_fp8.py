@@ -14,6 +14,7 @@ from torch import Tensor
 from megavlm.families import family
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.mapping import shard_tensor
+from megavlm.models.common.tiny import tiny_family
 from megavlm.parallel.mesh import Layout
 from megavlm.planner.weight_updates import stored_bytes
 from megavlm.weight_sync.block_fp8 import SUFFIX, is_quantised, scale_shape, scales, values
@@ -74,7 +75,7 @@ def test_experts_are_quantised_one_by_one_as_sglang_quantises_a_stack() -> None:
 def config_of(model_type: str) -> Any:
     """Of a model whose shards are whole blocks along the dims that are cut, not along others."""
     sizes = {"hidden_size": 512, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 512}
-    if model_type.startswith("qwen3"):
+    if "head_dim" in tiny_family(model_type).options:
         sizes |= {"hidden_size": 192, "head_dim": 128}
     if model_type.startswith("qwen3_5"):
         sizes["linear_head_dim"] = 128

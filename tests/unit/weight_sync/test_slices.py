@@ -220,3 +220,22 @@ def test_a_rank_that_cannot_load_says_why(kind: str) -> None:
                     "lm_head.weight is float32 [5, 4] in the server, but float32 [64, 4]" in error
                 )
             assert len(result["errors"]) == 2, "and it lives: it refuses the next push too"
+
+
+def test_heads_that_ranks_do_not_divide_get_heads_of_zeros() -> None:
+    """Of a tower with three heads of two rows, each of four ranks has one head; the last has
+    zeros.
+    """
+    block = "visual.blocks.0.attn"
+    proj = torch.arange(1, 7).expand(6, 6)
+    tensors = {f"{block}.qkv.weight": rows(*range(1, 19)), f"{block}.proj.weight": proj}
+    found = []
+    for rank in range(4):
+        stored = [*server_tensors(tensors, ServerLayout(4, vision_head_dim=2), rank)]
+        found.append((stored[0][1][:, 0].tolist(), stored[1][1][0].tolist()))
+    assert found == [
+        ([1, 2, 7, 8, 13, 14], [1, 2]),
+        ([3, 4, 9, 10, 15, 16], [3, 4]),
+        ([5, 6, 11, 12, 17, 18], [5, 6]),
+        ([0] * 6, [0, 0]),
+    ]

@@ -16,7 +16,7 @@ from megavlm.data.rows import Row
 from megavlm.families import family_of
 from tests.conftest import DATA
 from tests.support.samples import image
-from tests.support.templates import TEMPLATES, template_of, with_template
+from tests.support.templates import TEMPLATES, TEXT_TEMPLATES, template_of, with_template
 
 Make = Callable[..., Processor]
 
@@ -67,7 +67,7 @@ def make(folder_of: Callable[[str], Path], tmp_path: Path) -> Make:
     """Makes the processor of a tiny model with a released template, and further tokens."""
 
     def processor(name: str, **keys: Any) -> Processor:
-        folder = folder_of(TEMPLATES.get(name, "qwen2_5_vl"))
+        folder = folder_of((TEMPLATES | TEXT_TEMPLATES).get(name, "qwen2_5_vl"))
         return with_template(name, folder, tmp_path / name, DATA, **{"answer_key": None, **keys})
 
     return processor
@@ -335,3 +335,40 @@ def test_text_that_models_write_stays_text(make: Make) -> None:
         assert learnt(processor, row_of(exchange(text, text))) == [text]
     with pytest.raises(ValueError, match=r"holds '<\|secret\|>'"):
         processor.prompt(row_of(exchange("?", "<|secret|>")))
+
+
+def test_turns_end_by_the_mark_of_the_message_that_follows(make: Make) -> None:
+    """GLM's: of a user's message, or after calls of a tool's. A template that ends turns by
+    itself has one end.
+    """
+    processor = make("glm4moe")
+    decode, encode = processor._tokenizer.decode, processor._tokenizer.encode
+    user, tool = "<|user|>", "<|observation|>"
+    assert [decode([end]) for end in processor.end_ids] == [user, tool]
+    assert processor.eos_id == processor.end_ids[0]
+    assert not {*processor.end_ids} & {*processor.suppressed_ids}
+    assert len(make("qwen3_vl").end_ids) == 1
+
+    chat = [{**message, "content": "a car"} for message in CHAT]
+    tree = supervised_tree(processor.supervised_prompt(row_of(chat, TOOLS)))
+    call = "<tool_call>zoom\n<arg_key>box</arg_key>\n<arg_value>[1, 2]</arg_value>\n</tool_call>"
+    calls, answer = targets(processor, tree)[:2], targets(processor, tree)[2]
+    assert all(turn.endswith(f"</tool_call>{tool}") for turn in calls)
+    assert [turn.count(call) for turn in calls] == [1, 2]
+    assert answer == f"\n<think></think>\na car{user}"
+    ids = torch.cat([segment.token_ids for segment in tree.segments]).tolist()
+    template = template_of("glm4moe")
+    text = processor._tokenizer.apply_chat_template(
+        chat, tools=TOOLS, chat_template=template, tokenize=False
+    )
+    assert decode(ids) == f"{text}{user}"
+    (asked,) = targets(processor, supervised_tree(processor.supervised_prompt(row_of(chat[:3]))))
+    assert asked.endswith(f"{call}{tool}")
+
+    prompt = processor.prompt(Row(0, "What?", "", (), "", "x:0"))
+    result = Row(0, "", "", (), "", "x:0", messages=(Message("tool", "3"),))
+    told = "\n<tool_response>\n3\n</tool_response><|assistant|>"
+    for end, following in ((tool, told), (user, f"{tool}{told}")):
+        said = encode(f"So.{end}", add_special_tokens=False)
+        longer = processor.next_turn(prompt, said, result)
+        assert decode(longer.short_ids[len(prompt.short_ids) + len(said) :]) == following

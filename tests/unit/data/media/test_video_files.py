@@ -24,7 +24,7 @@ from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, check_media
 from megavlm.families import FAMILIES, family_of
 from tests.conftest import read_rows
-from tests.support.samples import auto_processor, encode
+from tests.support.samples import auto_processor, chat_text, encode
 from tests.support.video_files import encode_video, grey_video
 
 Folders = Callable[[str], Path]
@@ -94,10 +94,7 @@ def test_a_prompt_equals_autoprocessor_s_of_the_sampled_frames(
     prompt = Processor(folder, MANY, family_of(folder)).prompt(row(VideoFile(data)))
     indices = sample_indices(read_header(data), 2.0, 768, 2)
     frames = np.stack(list(decode_frames(data, indices)))
-    text = (
-        "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>What color is it?<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
+    text = chat_text(folder, "<video>What color is it?")
     metadata = {"fps": 5.0, "total_num_frames": 17, "frames_indices": indices}
     expected = auto_processor(folder)(
         text=[text],

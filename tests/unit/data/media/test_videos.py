@@ -17,9 +17,9 @@ from megavlm.data.media.videos import MAX_VIDEO_PIXELS, ProcessedVideo
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.families import FAMILIES, family_of
-from tests.support.samples import auto_processor, encode, image, our_processor
+from tests.support.samples import auto_processor, chat_text, encode, image, our_processor
 from tests.unit.data.media.test_image_decoding import bomb
-from tests.unit.data.rope_index import sglang_rope_index
+from tests.unit.data.rope_index import Tokens, sglang_rope_index
 
 Folders = Callable[[str], Path]
 
@@ -86,10 +86,7 @@ def test_prompt_equals_autoprocessor(
     images = tuple(image(size, seed=7) for size in sizes)
     prompt = our_processor(folder).prompt(row(problem, *videos, images=images))
 
-    start, end = "<|vision_start|>", "<|vision_end|>"
-    content = problem.replace("<image>", f"{start}<|image_pad|>{end}")
-    content = content.replace("<video>", f"{start}<|video_pad|>{end}")
-    text = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+    text = chat_text(folder, problem)
     expected = theirs(folder, text, images, videos)
     assert torch.equal(prompt.token_ids, expected["input_ids"][0])
     assert list(prompt.short_ids) == auto_processor(folder).tokenizer(text)["input_ids"]
@@ -112,7 +109,7 @@ def test_prompt_equals_autoprocessor(
         family,
         config.vision_config.spatial_merge_size,
         getattr(config.vision_config, "tokens_per_second", 1),
-        (config.image_token_id, config.video_token_id, config.vision_start_token_id),
+        Tokens.of(config),
         expected["input_ids"][0],
         expected.get("image_grid_thw"),
         expected.get("video_grid_thw"),

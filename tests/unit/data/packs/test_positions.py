@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.data.packs.positions import Span, mrope_positions, text_positions
-from tests.unit.data.rope_index import MODELS, rope_index, sglang_rope_index
+from tests.unit.data.rope_index import MODELS, Tokens, rope_index, sglang_rope_index
 
-TEXT, START, IMAGE, VIDEO = 1, 5, 7, 8
+TEXT, START, IMAGE, VIDEO, BEGIN, END = 1, 5, 7, 8, 9, 10
 ONE_RUN = ("qwen2_vl", "qwen2_5_vl")  # families whose videos have no text between their frames
 
 
@@ -30,6 +30,13 @@ class Mix:
     spans: list[Span]  # what we are given
 
 
+def token_types(token_ids: torch.Tensor) -> torch.Tensor:
+    """0 text, 1 image, 2 video: a video's tokens, or image tokens between its begin and end."""
+    within = (token_ids == BEGIN).cumsum(0) > (token_ids == END).cumsum(0)
+    shown = (token_ids == IMAGE) | (token_ids == VIDEO)
+    return shown * (1 + (within | (token_ids == VIDEO)).long())
+
+
 def reference(family: str, mix: Mix) -> tuple[torch.Tensor, int]:
     vision = {"spatial_merge_size": mix.merge_size}
     if family == "qwen2_5_vl":
@@ -38,7 +45,7 @@ def reference(family: str, mix: Mix) -> tuple[torch.Tensor, int]:
         family,
         vision,
         mix.token_ids,
-        (mix.token_ids == IMAGE) + 2 * (mix.token_ids == VIDEO),
+        token_types(mix.token_ids),
         torch.tensor(mix.images) if mix.images else None,
         torch.tensor(mix.videos) if mix.videos else None,
         torch.tensor(mix.seconds_per_grid) if mix.videos else None,
@@ -81,6 +88,10 @@ def mixes(draw: st.DrawFn, family: str, rates: Sequence[int], *, videos: bool = 
         seconds_per_grid.append(seconds)
         if family.startswith("qwen3"):
             vision(VIDEO, *[Span((1, h, w))] * t)
+        elif family.startswith("glm"):
+            token_ids.append(BEGIN)
+            vision(IMAGE, *[Span((1, h, w))] * t)
+            token_ids.append(END)
         elif family == "qwen2_5_vl":
             time_step = float(tokens_per_second * torch.tensor(seconds))
             vision(VIDEO, Span((t, h, w), time_step))
@@ -126,7 +137,7 @@ def test_equals_the_server(family: str) -> None:
             family,
             mix.merge_size,
             mix.tokens_per_second,
-            (IMAGE, VIDEO, START),
+            Tokens(IMAGE, VIDEO, START, BEGIN, END),
             mix.token_ids,
             torch.tensor(mix.images) if mix.images else None,
             torch.tensor(mix.videos) if mix.videos else None,

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from megavlm.demo.tiny_model import CHAT_TEMPLATE, train_tokenizer
+from megavlm.demo.tiny_model import train_tokenizer
+from megavlm.models.common.qwen_tiny import CHAT_TEMPLATE, TOKENS
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 SIDE, PATCH, MERGE, MAX_TILES = 32, 8, 2, 4
@@ -67,7 +68,7 @@ def make_folder(folder: Path) -> None:
 def _tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    base = train_tokenizer(["What color is it?"] * 10, max_vocab=512)
+    base = train_tokenizer(["What color is it?"] * 10, TOKENS, max_vocab=512)
     base.add_special_tokens({"extra_special_tokens": [*SPECIAL.values()]})
     return PreTrainedTokenizerFast(
         tokenizer_object=base.backend_tokenizer,

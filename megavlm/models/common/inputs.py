@@ -1,6 +1,7 @@
-"""Inputs of the Qwen families: images resized to whole tokens, videos, and M-RoPE positions."""
+"""Inputs that several families share: resized images and videos, and M-RoPE positions."""
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from megavlm.data.media.videos import ProcessedVideo, VideoProcessor
 from megavlm.data.packs.positions import Span, mrope_positions
 
 
-class QwenImages(ImageProcessor):
+class ResizedImages(ImageProcessor):
     """Images of any size, resized to a multiple of a token's side within bounds on their pixels."""
 
     def __init__(self, hf_config: Any, image_processor: Any, data: Data, cache: ImageCache) -> None:
@@ -31,8 +32,7 @@ class QwenImages(ImageProcessor):
         `PatchFormat.of` does.
         """
         super().__init__(hf_config.image_token_id, _format_of(image_processor), cache)
-        smallest = image_processor.size["shortest_edge"]
-        largest = image_processor.size["longest_edge"]
+        smallest, largest = self.folder_bounds(image_processor)
         low = smallest if data.min_pixels is None else data.min_pixels
         high = largest if data.max_pixels is None else data.max_pixels
         if not smallest <= low <= high <= largest:
@@ -43,10 +43,22 @@ class QwenImages(ImageProcessor):
             )
         self._processor, self._low, self._high = image_processor, low, high
 
+    def folder_bounds(self, image_processor: Any) -> tuple[int, int]:
+        """Return the folder's bounds on the pixels of a resized image."""
+        size = image_processor.size
+        return size["shortest_edge"], size["longest_edge"]
+
+    def resized_size(self, height: int, width: int, low: int, high: int) -> tuple[int, int]:
+        """Return the height and width to which transformers resizes an image for bounds on its
+        pixels.
+        """
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        return smart_resize(height, width, self.format.patch * self.format.merge, low, high)
+
     def num_patches(self, width: int, height: int) -> int:
-        bounds = {"min_pixels": self._low, "max_pixels": self._high}
-        patches: int = self._processor.get_number_of_image_patches(height, width, bounds)
-        return patches
+        size = self.resized_size(height, width, self._low, self._high)
+        return math.prod(self.format.grid(1, *size))
 
     def process(self, picture: Image.Image) -> ProcessedImage:
         """Return the resized image. Raises ValueError for an image so narrow that resizing it twice
@@ -55,12 +67,11 @@ class QwenImages(ImageProcessor):
         # Not the processor's own resize: its arguments differ between releases of transformers.
         from transformers.image_processing_backends import TorchvisionBackend
         from transformers.image_utils import SizeDict
-        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-        processor, side = self._processor, self.format.patch * self.format.merge
+        processor = self._processor
         values = processor.process_image(picture)[None]
         height, width = values.shape[-2:]
-        height, width = smart_resize(height, width, side, self._low, self._high)
+        height, width = self.resized_size(height, width, self._low, self._high)
         size = SizeDict(height=height, width=width)
         resized = TorchvisionBackend.resize(processor, values, size, processor.resample)
         processed = self.processed(resized.permute(0, 2, 3, 1).contiguous())
@@ -73,7 +84,7 @@ class QwenImages(ImageProcessor):
         return processed
 
 
-class QwenVideos(VideoProcessor):
+class ResizedVideos(VideoProcessor):
     """Videos that a family shows by tokens of its own (`prompt_ids`).
 
     bounds_all_frames: True if the processor's pixel bounds count all frames together, as in
@@ -88,10 +99,17 @@ class QwenVideos(VideoProcessor):
         """
         videos = processor.video_processor
         token, format_ = hf_config.video_token_id, _format_of(videos)
-        super().__init__(token, format_, videos.max_frames, data, cache)
+        super().__init__(token, format_, self.max_frames(videos), data, cache)
         self._processor, self._max_pixels = videos, data.video_max_pixels
         # None has the effect of False, but warns. Older transformers (5.12) have no such bound.
         self._cap = bool(getattr(videos, "cap_pixels_per_frame", False))
+
+    def max_frames(self, processor: Any) -> int:
+        """Return the largest number of frames that the folder's video processor takes of a
+        video.
+        """
+        limit: int = processor.max_frames
+        return limit
 
     def resized_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
         """Return the size that transformers gives the frames of a video. A frame has one token at
@@ -187,9 +205,9 @@ def model_inputs(
     return inputs
 
 
-def images(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> QwenImages:
+def images(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> ResizedImages:
     """Return the images of prompts. processor: transformers' processor."""
-    return QwenImages(hf_config, processor.image_processor, data, cache)
+    return ResizedImages(hf_config, processor.image_processor, data, cache)
 
 
 def _format_of(processor: Any) -> PatchFormat:
