@@ -62,7 +62,7 @@ demo: setup ## train a tiny model on generated images, or on yours
 # order: groups that start servers are few tests and long, and would be left for the end.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 
-test: setup ## run the tests of every unit, layout and family, and a whole run (10 to 15 minutes)
+test: setup ## run the tests of every unit, layout and family, and a whole run (10 to 20 minutes)
 	$(PYTEST) -m "not slow and not long" $(TESTS)
 
 test-slow: setup ## run the tests that `make test` leaves out
@@ -71,7 +71,7 @@ test-slow: setup ## run the tests that `make test` leaves out
 test-long: setup ## run what only nights have time for: faults of whole clusters, the GPU stages with tiny models
 	$(PYTEST) -m long $(TESTS)
 
-test-all: setup ## run both at once, as .ci/run does on every push (about 50 minutes)
+test-all: setup ## run both at once, as .ci/run does on every push (about an hour)
 	$(PYTEST) -m "not long" $(TESTS)
 
 # What the models on a GPU are made of; not what no GPU takes part in.
