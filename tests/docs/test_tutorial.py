@@ -18,6 +18,7 @@ from megavlm.demo_folder import demo_folder
 from megavlm.run.checks.dry_run import dry_run
 from tests.conftest import png, row, write_rows
 from tests.support.cache import cached_folder
+from tests.support.forked import forking
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.M | re.S)
@@ -52,9 +53,9 @@ def workplace(tmp_path: Path) -> Path:
 
 def run(folder: Path, *arguments: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, *arguments]
+    with forking():
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{arguments}: {done.stderr}"
     return done.stdout
 

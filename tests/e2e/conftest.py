@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_process import ADMIN_KEY, API_KEY
 from megavlm.observability.records import read_records
 from tests.support.cache import cached_folder
+from tests.support.forked import forking
 from tests.support.glossary import unexplained
 from tests.support.timeouts import scaled
 
@@ -54,15 +56,20 @@ class World:
         path.write_text(json.dumps(recipe))  # JSON is YAML
         return path
 
-    def megavlm(self, *words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Runs the command; what it starts must be gone when it returns."""
-        done = subprocess.run(
-            [sys.executable, "-m", "megavlm", *map(str, words)],
-            capture_output=True,
-            text=True,
-            timeout=WAIT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        )
+    def megavlm(
+        self, *words: str | Path, forks: bool = True, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs the command; what it starts must be gone when it returns. forks: Fork it and its
+        ranks (`tests/support/forked.py`); False if the test is about their start too.
+        """
+        with forking() if forks else nullcontext():
+            done = subprocess.run(
+                [sys.executable, "-m", "megavlm", *map(str, words)],
+                capture_output=True,
+                text=True,
+                timeout=WAIT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            )
         left = [p.cmdline() for p in psutil.process_iter() if str(self.root) in " ".join(_words(p))]
         assert not left, left
         return done

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.conftest import WAIT
+from tests.support.forked import forking
 
 
 class Running:
@@ -58,13 +59,15 @@ class Running:
 @contextmanager
 def running(recipe: Path, run_dir: Path, *options: str) -> Iterator[Running]:
     """Start a run of the recipe, which is waited for at the end, and killed if the test fails."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "megavlm", "train", str(recipe), *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
+    with forking():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megavlm", "train", str(recipe), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    with process:
         run = Running(process, run_dir / "metrics.jsonl")
         try:
             yield run

@@ -10,6 +10,7 @@ import pytest
 
 from megavlm.demo.tiny_model import make_tiny_model
 from tests.support.cache import cached_folder
+from tests.support.forked import forking
 from tests.unit.run.test_doctor import outcome
 
 
@@ -20,7 +21,8 @@ def test_a_machine_without_gpus_and_a_recipe(write_recipe: Callable[..., Path]) 
     recipe = write_recipe(model={"folder": str(model)}, rollout={"sync": "distributed"})
     command = [sys.executable, "-m", "megavlm", "doctor", str(recipe), "--cpu"]
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    reply = subprocess.run(command, capture_output=True, text=True, env=environment)
+    with forking():
+        reply = subprocess.run(command, capture_output=True, text=True, env=environment)
     found = outcome(reply.stdout)
     names = {"recipe", "memory", "gloo collective", "attention sdpa", "server", "sync"}
     assert names <= found.keys(), reply.stderr

@@ -42,13 +42,18 @@ def test_an_agent_is_trained_with_and_replayed(world: World, running: Running) -
     assert [step["loss"] for step in again] == [step["loss"] for step in steps]
 
 
-def test_agents_play_ahead_of_training(world: World) -> None:
+def test_agents_play_ahead_of_training(world: World, running: Running) -> None:
     recipe = world.recipe(
         "agent_ahead",
         **{**SECTIONS, "algorithm": {**SECTIONS["algorithm"], "steps": 3}},
-        rollout={"max_new_tokens": 64, "max_staleness": 1, "pause_mode": "abort"},
+        rollout={
+            **running.rollout,
+            "max_new_tokens": 64,
+            "max_staleness": 1,
+            "pause_mode": "abort",
+        },
     )
-    done = world.megavlm("train", recipe)
+    done = world.megavlm("train", recipe, **running.keys)
     assert done.returncode == 0, done.stderr
     for step in world.metrics("agent_ahead"):
         assert step["episodes"] == 8 and step["reward_failures"] == 0

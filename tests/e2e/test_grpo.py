@@ -32,7 +32,7 @@ seconds/update seconds/sync seconds/total""".split()
 
 @pytest.fixture(scope="module")
 def trained(world: World) -> Path:
-    """Return the recipe of a run that has ended."""
+    """Return the recipe of a run that has ended, started as a user starts it."""
     recipe = world.recipe(
         "grpo",
         parallel={"tensor": 2, "sequence": True},
@@ -43,7 +43,7 @@ def trained(world: World) -> Path:
         checkpoint={"export_hf": True, "verify_export": True},
         run={"profile": [2], "profile_ranks": [0, 1]},
     )
-    done = world.megavlm("train", recipe)
+    done = world.megavlm("train", recipe, forks=False)
     assert done.returncode == 0, done.stderr
     return recipe
 

@@ -61,7 +61,7 @@ def test_a_run_that_is_killed_and_resumed(world: World) -> None:
             "max_new_tokens": 60,
             "max_staleness": 2,
             "oversample": 2.0,
-            "pause": "abort",
+            "pause_mode": "abort",
         },
         data={"pack_tokens": 1024},
         checkpoint={"every": 2},

@@ -19,6 +19,7 @@ from megavlm.checkpointing.reader import StepReader
 from megavlm.process import ExitCode
 from megavlm.run.checks.run_lock import run_lock
 from tests.e2e.conftest import WAIT, World
+from tests.support.forked import forking
 
 STEPS = 16
 
@@ -66,13 +67,15 @@ def test_nobody_reads_the_output_and_the_disk_is_full_for_the_records(world: Wor
     """Training goes on, and a request to stop still saves."""
     path, folder = recipe(world, "mute"), world.root / "mute/checkpoints"
     command = [sys.executable, "-m", "megavlm", "train", str(path), "algorithm.steps=100000"]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as run:
+    with forking():
+        run = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    with run:
         assert run.stdout is not None and run.stderr is not None
         wait_for_checkpoint(run, folder)
         run.stdout.close()

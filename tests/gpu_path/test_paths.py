@@ -2,9 +2,11 @@
 weights, optimizer state and next updates.
 """
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +17,7 @@ from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
+from megavlm.parallel import platform
 from megavlm.parallel.mesh import Layout
 from tests.distributed.test_lora_training import train as lora_training
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
@@ -54,26 +57,53 @@ def train_adapters(hf: Path, ranks: Ranks, source: Path | None, target: Path) ->
 WORK = {"all": train, "adapters": train_adapters}
 
 
-def on_path(
-    path: Literal["cpu", "gpu"],
-    hf: Path,
-    layout: str,
-    source: Path | None,
-    target: Path,
-    trained: str = "all",
-) -> Path:
-    """Train in a process of its own, on the path. Returns its checkpoints."""
-    plain = {name: value for name, value in os.environ.items() if name != "MEGAVLM_GPU_PATH"}
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, str(hf), layout, str(source or ""), str(target), trained],
+PathName = Literal["cpu", "gpu"]
+
+
+def work(path: str, hf: Path, layout: str, source: Path | None, target: Path, trained: str) -> None:
+    """Train on ranks of this process, which is on the path."""
+    assert path == ("gpu" if platform.has_gpu() else "cpu")
+    ranks = RANKS[layout]
+    launch(ranks.world_size, WORK[trained], hf, ranks, source, target)
+
+
+class OnPaths:
+    """Trains on ranks of this process, and of one on the GPU path."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def __call__(
+        self,
+        path: PathName,
+        hf: Path,
+        layout: str,
+        source: Path | None,
+        target: Path,
+        trained: str = "all",
+    ) -> Path:
+        """Return the checkpoints."""
+        if path == "cpu":
+            work(path, hf, layout, source, target, trained)
+            return target
+        assert self._process.stdin is not None and self._process.stdout is not None
+        job = [path, str(hf), layout, str(source or ""), str(target), trained]
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        assert self._process.stdout.readline() == "done\n", "it has said why on stderr"
+        return target
+
+
+@pytest.fixture(scope="module")
+def on_path() -> Iterator[OnPaths]:
+    with subprocess.Popen(
+        [sys.executable, "-m", __name__],
         cwd=Path(__file__).parents[2],
-        env=plain | ({"MEGAVLM_GPU_PATH": "1"} if path == "gpu" else {}),
-        capture_output=True,
+        env=os.environ | {"MEGAVLM_GPU_PATH": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [path]
-    return target
+    ) as process:
+        yield OnPaths(process)
 
 
 @pytest.mark.slow
@@ -81,9 +111,11 @@ def on_path(
     ("family", "layout"),
     [("qwen2_5_vl", "TP2+SPxPP2"), ("qwen3_vl_moe", "EP2"), ("qwen3_5", "TP2")],
 )
-def test_a_run_goes_on_on_the_other_path(family: str, layout: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_on_the_other_path(
+    on_path: OnPaths, family: str, layout: str, tmp_path: Path
+) -> None:
     hf = make_hf(tmp_path / "hf", family=family)
-    paths: tuple[Literal["cpu", "gpu"], ...] = ("cpu", "gpu")
+    paths: tuple[PathName, ...] = ("cpu", "gpu")
     for path, other in (paths, paths[::-1]):
         stays = on_path(path, hf, layout, None, tmp_path / path)
         goes = on_path(other, hf, layout, stays, tmp_path / f"{path} to {other}")
@@ -101,7 +133,9 @@ def assert_goes_on(stays: Path, goes: Path) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_of_experts_go_on_together_and_one_by_one(tmp_path: Path) -> None:
+def test_adapters_of_experts_go_on_together_and_one_by_one(
+    on_path: OnPaths, tmp_path: Path
+) -> None:
     """Under other layouts too: the CPU computes experts one after the other."""
     hf = lora_folder("qwen3_vl_moe")
     for name, first, second, other in (
@@ -116,10 +150,7 @@ def test_adapters_of_experts_go_on_together_and_one_by_one(tmp_path: Path) -> No
 
 
 if __name__ == "__main__":
-    folder, layout, source, target, trained = sys.argv[1:]
-    from megavlm.parallel import platform
-
-    ranks = RANKS[layout]
-    arguments = (ranks, Path(source) if source else None, Path(target))
-    launch(ranks.world_size, WORK[trained], Path(folder), *arguments)
-    print("gpu" if platform.has_gpu() else "cpu")
+    for line in sys.stdin:
+        path, hf, layout, source, target, trained = json.loads(line)
+        work(path, Path(hf), layout, Path(source) if source else None, Path(target), trained)
+        print("done", flush=True)

@@ -41,10 +41,9 @@ from tests.support.columns import columns
 from tests.support.draft_head import add_draft_head
 from tests.support.fork import launch
 from tests.support.generation import generate
-from tests.support.levels import slow
 from tests.support.timeouts import scaled
 
-pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("routing replay")]
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.xdist_group("routing replay")]
 TIE = 1e-6
 
 
@@ -63,9 +62,7 @@ def with_ties(source: Path, target: Path, seed: int) -> Path:
     return target
 
 
-@pytest.fixture(
-    scope="module", params=["qwen3_vl_moe", *slow("qwen3_5_moe"), *slow("qwen3_5_moe, with drafts")]
-)
+@pytest.fixture(scope="module", params=["qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe, with drafts"])
 def routed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:

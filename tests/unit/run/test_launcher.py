@@ -84,12 +84,9 @@ def all_gone(family: list[psutil.Process]) -> bool:
     return not alive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seed", "reason"),
-    [
-        pytest.param(1, "every rank refuses this", marks=pytest.mark.slow),
-        (2, "only rank 1 refuses this"),
-    ],
+    ("seed", "reason"), [(1, "every rank refuses this"), (2, "only rank 1 refuses this")]
 )
 def test_bad_input_in_a_rank_is_one_sentence(
     write_recipe: WriteRecipe,
@@ -178,21 +175,6 @@ def test_a_first_interrupt_asks_to_stop_and_a_second_ends_every_process(
 
 
 @pytest.mark.slow
-def test_a_run_on_one_machine_listens_on_no_wildcard_address(
-    write_recipe: WriteRecipe, tmp_path: Path
-) -> None:
-    """Nor is the pickle of torchrun's rendezvous in a store, where others could replace it."""
-    with working(write_recipe()) as (_, family):
-        sockets = [each for handle in family for each in handle.net_connections("inet")]
-        listening = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
-        assert "127.0.0.1" in listening and not listening & {"0.0.0.0", "::"}
-        rank = int((tmp_path / "run" / "pids-0").read_text().split()[0])
-        port = int(psutil.Process(rank).environ()["MASTER_PORT"])
-        keys = TCPStore("127.0.0.1", port).list_keys()
-        assert keys and not any("torch.rendezvous" in key for key in keys)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_request_to_stop_outside_of_a_step_ends_every_process(
     write_recipe: WriteRecipe, number: signal.Signals
@@ -239,8 +221,18 @@ def test_a_step_is_finished_and_saved_however_long_it_takes(
 
 
 @pytest.mark.slow
-def test_a_killed_command_leaves_no_rank(write_recipe: WriteRecipe) -> None:
+def test_a_run_listens_on_no_wildcard_address_and_if_killed_leaves_no_rank(
+    write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    """Nor is the pickle of torchrun's rendezvous in a store, where others could replace it."""
     with working(write_recipe()) as (process, family):
+        sockets = [each for handle in family for each in handle.net_connections("inet")]
+        listening = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+        assert "127.0.0.1" in listening and not listening & {"0.0.0.0", "::"}
+        rank = int((tmp_path / "run" / "pids-0").read_text().split()[0])
+        port = int(psutil.Process(rank).environ()["MASTER_PORT"])
+        keys = TCPStore("127.0.0.1", port).list_keys()
+        assert keys and not any("torch.rendezvous" in key for key in keys)
         process.kill()
         assert all_gone([handle for handle in family if handle.name() != "sleep"])
 
