@@ -71,8 +71,7 @@ test-slow: setup ## run the tests that `make test` leaves out
 test-long: setup ## run what only nights have time for: faults of whole clusters, the GPU stages with tiny models
 	$(PYTEST) -m long $(TESTS)
 
-test-all: setup ## run both at once, as .ci/run does on every push (about an hour)
-	$(PYTEST) -m "not long" $(TESTS)
+test-all: test test-slow ## run what .ci/run runs on every push (about an hour)
 
 # What the models on a GPU are made of; not what no GPU takes part in.
 GPU_PATH_TESTS := $(wildcard tests/gpu_path/*cases.py) tests/parity/test_parity.py tests/parity/test_tree_packs.py \
