@@ -18,19 +18,19 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
-    """Write a trace in Chrome's format, which Perfetto reads."""
+    """Write a trace in Chrome's format for Perfetto."""
     with gzip.open(path, "wt", compresslevel=5) as file:
         json.dump(trace, file)
 
 
 def joined(traces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one trace of the traces of several processes, which change.
+    """Join the traces of several processes in one. Their events are changed in place.
 
     traces: Traces in Chrome's format by the name under which a process is shown, in the order in
     which they are shown. Processes of several machines may have the same id, and GPUs have small
     numbers as ids, so that each gets a new one.
     """
-    base = min(trace.get("baseTimeNanoseconds", 0) for trace in traces.values())
+    base = min((trace.get("baseTimeNanoseconds", 0) for trace in traces.values()), default=0)
     events: list[dict[str, Any]] = []
     processes: dict[tuple[int, Any], int] = {}
     for number, trace in enumerate(traces.values()):

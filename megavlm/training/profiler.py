@@ -21,7 +21,7 @@ SERVER_TIMEOUT = 600.0  # seconds; a server answers when it has written its trac
 
 
 class StepProfiler:
-    """Context manager for each step, which profiles the steps of `run.profile`.
+    """Context manager for each step; it profiles the steps of `run.profile`.
 
     It writes RUN_DIR/profile/step_<step>.json.gz with the ranks of `run.profile_ranks` and all
     servers that answered when the step began. A server that fails costs its part of the timeline.
@@ -43,7 +43,8 @@ class StepProfiler:
         folder = self._folder / f"step_{step}"
         servers: dict[str, Receiver] = {}
         if mesh.is_driver:
-            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)  # of a start that ended within the step
+            folder.mkdir(parents=True)
             servers = self._start_servers(folder)
         barrier(mesh)
         if mesh.rank in run.profile_ranks:
