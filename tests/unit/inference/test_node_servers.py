@@ -112,7 +112,9 @@ def test_a_server_is_started_again_on_its_node_when_servers_may_have_memory(reci
     (waited, needs_all, lines, first, url), _ = launch(2, on_nodes, recipe, "ok", kill_one)
     assert waited and needs_all
     events = ("died", "answers and waits for weights")
-    assert lines == [f"rollout server {url} {event}" for event in events]
+    # On a busy machine another server may be late for a probe, and answer again.
+    told = [line for line in lines if url in line]
+    assert told == [f"rollout server {url} {event}" for event in events]
     assert "ended with exit code -9" in first
     assert not servers_of(recipe.parent / "run")
 
