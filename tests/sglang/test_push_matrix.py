@@ -179,7 +179,9 @@ def test_push(case: Case, server: Callable[[str, int], Served], tmp_path: Path) 
     results = launch(trainer.ranks.world_size, push_and_compare, served, *way, *how)
     assert max(difference for _, difference in results) < 1e-4
     report = results[0][0]
-    assert report.checked >= 8 * case.ranks, "qkv, o, gate and up, down, of two layers"
+    # qkv, o, gate and up, down, of two layers. GLM's first layer has no experts to adapt.
+    least = 6 if case.mode in ADAPTED and case.family == "glm4v_moe" else 8
+    assert report.checked >= least * case.ranks
     if case.mode == "adapter":
         for version in (6, 7):  # by the push after it, and when the sync was closed
             old = replace(drawn, adapter=f"megavlm-{version}")
