@@ -25,8 +25,8 @@ class Evaluation(Section):
     """Maximum number of rows in an evaluation. Null uses all rows."""
 
     sampled: bool = True
-    """Also measure the accuracy of responses sampled at `rollout.temperature`, in addition to
-    greedy accuracy."""
+    """Also measure the accuracy of responses that are sampled as in training
+    (`rollout.temperature`, `rollout.top_p`, `rollout.top_k`), in addition to greedy accuracy."""
 
     shuffled: bool = True
     """Also measure greedy accuracy with images exchanged between questions. The accuracy of a model
@@ -42,7 +42,7 @@ class Evaluation(Section):
 
     samples: int = bounded(1, least=1)
     """Responses to each question in `megavlm evaluate`: one response is greedy, several are sampled
-    at `rollout.temperature`."""
+    as in training."""
 
     episodes: int | None = bounded(None, least=1)
     """Maximum number of episodes of each model in `megavlm evaluate`, which asks `episodes` //

@@ -26,6 +26,7 @@ OWNED_SERVER_ARGS = {
     "device": "CUDA_VISIBLE_DEVICES",
     "quantization": "rollout.quantization",
 }
+SAMPLING_MASK_MAX_TOKENS = 4096  # SGLang's default
 # Options with which a run cannot work, or must not.
 REFUSED_SERVER_ARGS = {
     "torchao_config": "SGLang cannot load the weights of an update into quantised ones",
@@ -88,6 +89,15 @@ class Rollout(Section):
     temperature: float = bounded(1.0, above=0)
     """Sampling temperature of training rollouts and of the sampled evaluation. The trainer computes
     its log-probs at the same temperature."""
+
+    top_p: float = bounded(1.0, above=0, most=1)
+    """Sample from the likeliest tokens that together have this probability (nucleus sampling). The
+    trainer computes its log-probs among the same tokens, which servers return. A value below 1
+    needs `rollout.top_k`, as servers return sets of limited size."""
+
+    top_k: int = bounded(0, least=0)
+    """Sample from so many of the likeliest tokens. With `rollout.top_p`, tokens must be among both.
+    0 sets no limit."""
 
     max_new_tokens: int = bounded(4, least=1)
     """Maximum length of the response of a turn in tokens. The default suits the demo's one-word
@@ -215,6 +225,11 @@ class Rollout(Section):
         return self.max_staleness > 0 and not self.colocate
 
     @property
+    def samples_likeliest(self) -> bool:
+        """True if top-p or top-k leave less likely tokens out."""
+        return self.top_p < 1 or self.top_k > 0
+
+    @property
     def draft_algorithm(self) -> str | None:
         """SGLang's algorithm by which servers draft tokens with the model's own head (`mtp.*`)."""
         algorithm = str(self.server_args.get("speculative_algorithm")).upper()
@@ -250,6 +265,8 @@ class Rollout(Section):
                     "remove it"
                 )
         self._check_quantization()
+        if self.samples_likeliest:
+            self._check_likeliest()
         if self.router is not None and self.suppress_special_tokens:
             # sglang-router 0.3.2 rewrites requests with only the sampling parameters it knows.
             raise ValueError(
@@ -274,6 +291,28 @@ class Rollout(Section):
                 f"rollout.tensor_parallel={self.tensor_parallel} is more than the {gpus} GPUs of "
                 f"{node}, on which a server of rollout.mode=managed stays: lower it, or give the "
                 "servers nodes of their own (megavlm launch --rollout-nodes)"
+            )
+
+    def _check_likeliest(self) -> None:
+        key = f"rollout.top_p={self.top_p:g}" if self.top_p < 1 else f"rollout.top_k={self.top_k}"
+        most = self.server_args.get("sampling_mask_max_tokens", SAMPLING_MASK_MAX_TOKENS)
+        if not 1 < self.top_k <= most:
+            raise ValueError(
+                f"{key} has servers return the tokens that they keep, at most rollout.top_k, but "
+                f"rollout.top_k={self.top_k}: set it to 2 to {most} (SGLang's "
+                "sampling_mask_max_tokens), for example 1024"
+            )
+        algorithm = self.server_args.get("speculative_algorithm")
+        if algorithm is not None:
+            raise ValueError(
+                f"{key} needs the tokens that servers keep, which SGLang does not return with "
+                f"rollout.server_args.speculative_algorithm={algorithm}: remove one of them"
+            )
+        if self.router is not None:
+            raise ValueError(
+                f"{key} asks servers for the tokens that they keep, but rollout.router="
+                f"{self.router} passes on only the keys that it knows: set rollout.router=null, "
+                "or rollout.top_p=1 and rollout.top_k=0"
             )
 
     def _check_quantization(self) -> None:

@@ -1,13 +1,21 @@
 """SGLang's answers: pure functions that return the responses in them."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megavlm.inference.errors import RolloutRequestError
-from megavlm.inference.protocol import ABORT, Response, SamplingParams, VersionSpan, first_unrouted
+from megavlm.inference.protocol import (
+    ABORT,
+    KeptTokens,
+    Response,
+    SamplingParams,
+    VersionSpan,
+    first_unrouted,
+)
 from megavlm.numbers import LARGEST
 
 if TYPE_CHECKING:
@@ -87,6 +95,9 @@ def _response(
     routed experts are in the answer, and the first whose routed experts are kept.
     """
     tokens, logprobs = _arrays(meta["output_token_logprobs"])
+    kept = None
+    if sampling_params.returns_kept and len(tokens):
+        kept, logprobs = _kept(meta, tokens, sampling_params.vocab_size)
     finish = _finish(meta["finish_reason"], tokens, num_before, sampling_params)
     if not len(tokens) and finish != ABORT:
         raise ValueError(f"a response without a token ended with {finish}")
@@ -126,7 +137,30 @@ def _response(
             meta, len(prompt.token_ids) + num_before, len(tokens), sampling_params, routed
         ),
         drafts=(meta.get("spec_num_correct_drafts", 0), meta.get("spec_verify_ct", 0)),
+        kept=kept,
     )
+
+
+def _kept(
+    meta: Mapping[str, Any], tokens: npt.NDArray[np.int64], vocab_size: int
+) -> tuple[KeptTokens, npt.NDArray[np.float64]]:
+    """Return the tokens that top-p and top-k kept at each of `tokens`, and log-probs among them."""
+    sets = meta.get("output_token_sampling_mask")
+    if sets is None:
+        raise RolloutRequestError(
+            "rollout.top_p and rollout.top_k need the tokens that they keep, but a rollout server "
+            "returns none: install SGLang 0.5.23 there, or set rollout.top_p=1 and rollout.top_k=0"
+        )
+    sizes = np.fromiter(map(len, sets), np.int32, len(sets))
+    ids = np.fromiter(chain.from_iterable(sets), np.int32, sizes.sum())
+    logprobs = np.array(meta["output_token_sampling_logprobs"], np.float64)
+    if not len(sizes) == len(logprobs) == len(tokens):
+        raise ValueError(f"{len(tokens)} tokens have {len(sizes)} sets of kept tokens")
+    owners = np.arange(len(tokens)).repeat(sizes)
+    counts = np.bincount(owners[ids == tokens[owners]], minlength=len(tokens))
+    if not (counts == 1).all() or not ((ids >= 0) & (ids < vocab_size)).all():
+        raise ValueError("a token is not among the tokens that were kept when it was sampled")
+    return KeptTokens(sizes, ids), logprobs
 
 
 def _routed_experts(

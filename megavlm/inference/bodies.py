@@ -61,7 +61,7 @@ def generate_body(
         "sampling_params": {"n": n, **_parameters(sampling_params, sampling_params.max_new_tokens)},
         "return_logprob": True,
     }
-    body |= _names(sampling_params) | _route_request(sampling_params, first_routed)
+    body |= _names(sampling_params) | _beside_tokens(sampling_params, first_routed)
     media: dict[str, list[Body]] = {}
     if any(prompt.images and not prompt.has_videos for prompt in prompts):
         media["image_data"] = _listed([_listed(_texts(prompt, encoder)) for prompt in prompts])
@@ -92,7 +92,7 @@ def continue_body(
         ],
         "return_logprob": True,
     }
-    body |= _names(sampling_params) | _route_request(sampling_params, first_unrouted(prompt, begun))
+    body |= _names(sampling_params) | _beside_tokens(sampling_params, first_unrouted(prompt, begun))
     return _with_media(body, _shared_media(prompt, len(begun), encoder))
 
 
@@ -133,16 +133,21 @@ def _names(sampling_params: SamplingParams) -> dict[str, str]:
     return {key: name for key, name in names.items() if name is not None}
 
 
-def _route_request(sampling_params: SamplingParams, first: int) -> dict[str, Any]:
-    if sampling_params.routed_experts is None:
-        return {}
-    return {"return_routed_experts": True, "routed_experts_start_len": first}
+def _beside_tokens(sampling_params: SamplingParams, first: int) -> dict[str, Any]:
+    """Return the keys that ask for more about tokens. first: First token with routed experts."""
+    asked: dict[str, Any] = {}
+    if sampling_params.routed_experts is not None:
+        asked |= {"return_routed_experts": True, "routed_experts_start_len": first}
+    if sampling_params.returns_kept:
+        asked["return_sampling_mask"] = True
+    return asked
 
 
 def _parameters(sampling_params: SamplingParams, max_new_tokens: int) -> dict[str, Any]:
     parameters: dict[str, Any] = {
         "temperature": sampling_params.temperature,
-        "top_p": 1.0,  # SGLang would take the model's own
+        "top_p": sampling_params.top_p,  # SGLang would take the model's own
+        "top_k": sampling_params.top_k or -1,
         "max_new_tokens": max_new_tokens,
     }
     if sampling_params.suppressed_ids:

@@ -148,6 +148,7 @@ def server_handles(
         fresh_images=needs_refit and config.trains_tower,
         sync=rollout.sync if needs_refit else None,
         routed_experts=needs_refit and replays_routing(config.algorithm),
+        kept_tokens=rollout.top_k if needs_refit and rollout.samples_likeliest else 0,
         expert_adapters=rollout.lora == "adapter" and "language.experts" in config.lora.targets,
     )
     return [ServerHandle(url.rstrip("/"), *keys, required=required) for url in rollout.urls]

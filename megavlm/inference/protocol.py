@@ -4,7 +4,7 @@ Bodies of requests are made in bodies.py, and answers read in answers.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters. Temperature 0 is greedy.
+    """Sampling parameters. Temperature 0 is greedy; top_k 0 keeps all tokens.
 
     suppressed_ids: Tokens that are never sampled; log-probs refer to the distribution without them.
     stop_ids: Tokens at which servers end a response, from the model folder. adapter: Name of the
@@ -30,6 +30,8 @@ class SamplingParams:
     a response with a larger token id is malformed. cache_key: Servers reuse prefixes only among
     requests with the same key; None shares them with all requests without a key. routed_experts:
     Sizes of the routed experts that servers return with the tokens; None asks for none.
+    returns_kept: If true, servers return the tokens that top_p and top_k keep, and log-probs are
+    those of the softmax over these tokens.
     """
 
     temperature: float
@@ -40,6 +42,9 @@ class SamplingParams:
     vocab_size: int = 2**31
     cache_key: str | None = None
     routed_experts: RoutedExpertsShape | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    returns_kept: bool = False
 
 
 def adapter_name(version: int | str) -> str:
@@ -56,18 +61,28 @@ class VersionSpan:
     end: int
 
 
+class KeptTokens(NamedTuple):
+    """The tokens that top-p and top-k kept at each of T tokens, which is one of them. A token
+    without any was sampled from the whole vocabulary.
+    """
+
+    sizes: npt.NDArray[np.int32]  # [T]
+    ids: npt.NDArray[np.int32]  # [K], token by token
+
+
 @dataclass(frozen=True, eq=False)
 class Response:
     """One sampled response of T tokens, including its end-of-turn token if it has one.
 
-    logprobs: Natural log-prob of each token at the sampling temperature (1 if greedy), before
-    top-p, under the weights that sampled it. finish: "stop", "length", or "abort" if the response
-    can be continued. weight_version: Version of the weights that finished it. spans: Weight
-    versions of all tokens, in order. routed_experts: Experts of the R tokens before the last one,
-    which begin in the prompt, as they were when the tokens after them were sampled. None if the
-    server returned none. teacher_logprobs: Log-prob of each token by a teacher, at temperature 1;
-    None if it gave none. drafts: Drafts that the server accepted, and the passes in which it
-    verified some; (0, 0) without speculative decoding.
+    logprobs: Natural log-prob of each token at the sampling temperature (1 if greedy), under the
+    weights that sampled it and among the tokens in `kept`. finish: "stop", "length", or "abort" if
+    the response can be continued. weight_version: Version of the weights that finished it. spans:
+    Weight versions of all tokens, in order. routed_experts: Experts of the R tokens before the last
+    one, which begin in the prompt, as they were when the tokens after them were sampled. None if
+    the server returned none. teacher_logprobs: Log-prob of each token by a teacher, at temperature
+    1; None if it gave none. drafts: Drafts that the server accepted, and the passes in which it
+    verified some; (0, 0) without speculative decoding. kept: The tokens that top-p and top-k kept;
+    None for the whole vocabulary.
 
     Example, "I<|im_end|>", of which weights 5 sampled the first token and weights 6 the rest:
         token_ids:      [40, 151645]
@@ -85,6 +100,7 @@ class Response:
     routed_experts: npt.NDArray[Any] | None = None  # [R, layers, top-k] uint8 or int16
     teacher_logprobs: npt.NDArray[np.float32] | None = None  # [T]
     drafts: tuple[int, int] = (0, 0)
+    kept: KeptTokens | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -108,7 +124,17 @@ class Response:
             tuple(spans),
             self._routes_then(rest),
             drafts=(self.drafts[0] + rest.drafts[0], self.drafts[1] + rest.drafts[1]),
+            kept=self._kept_then(rest),
         )
+
+    def _kept_then(self, rest: "Response") -> KeptTokens | None:
+        """Return the kept tokens joined with those of a continuation."""
+        if self.kept is None and rest.kept is None:
+            return None
+        whole = np.zeros(len(self.token_ids), np.int32), np.zeros(len(rest.token_ids), np.int32)
+        none = np.zeros(0, np.int32)
+        first, then = self.kept or (whole[0], none), rest.kept or (whole[1], none)
+        return KeptTokens(*map(np.concatenate, zip(first, then, strict=True)))
 
     def _routes_then(self, rest: "Response") -> Array | None:
         """Return the routed experts joined with those of a continuation. Where some between the two

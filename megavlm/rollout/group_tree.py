@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megavlm.data.packs.positions import text_positions
 from megavlm.data.packs.target_tokens import TargetColumns
+from megavlm.data.packs.token_sets import TokenSets
 from megavlm.data.packs.trees import Segment, Tree
 from megavlm.data.processor import Prompt
 from megavlm.inference.protocol import Response
@@ -46,11 +47,16 @@ def group_tree(
     ):
         prompt = prompts[call]
         if is_response:
-            ids = torch.from_numpy(responses[call].token_ids[start:end])
+            response = responses[call]
+            ids = torch.from_numpy(response.token_ids[start:end])
             positions = text[:, prompt.next_position + start : prompt.next_position + end]
-            is_whole = len(ids) == len(responses[call].token_ids)
-            table = columns[call] if is_whole else columns[call].select(slice(start, end))
-            segments.append(Segment(ids, positions, parent, True, table, (), its_experts))
+            table, kept = columns[call], None
+            if response.kept is not None:
+                kept = TokenSets.of(*map(torch.from_numpy, response.kept))
+            if len(ids) < len(response.token_ids):
+                table = table.select(slice(start, end))
+                kept = kept and kept.select(slice(start, end))
+            segments.append(Segment(ids, positions, parent, True, table, (), its_experts, kept))
         else:
             ids, positions = prompt.token_ids[start:end], prompt.positions[:, start:end]
             segments.append(Segment(ids, positions, parent, False, None, images, its_experts))

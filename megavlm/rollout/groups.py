@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,7 +139,7 @@ def rollout_metrics(groups: Sequence[Group], version: int | None = None) -> dict
         total = sum(episode.counts[name] for episode in episodes)
         metrics[f"episode/{name}"] = total / len(episodes)
     sampled = [response for episode in episodes for response in episode.responses]
-    metrics |= staleness_metrics(sampled, version) | draft_metrics(sampled)
+    metrics |= staleness_metrics(sampled, version) | draft_metrics(sampled) | kept_metrics(sampled)
     return metrics | _reward_metrics(groups)
 
 
@@ -148,6 +149,21 @@ def draft_metrics(responses: Sequence[Response]) -> dict[str, float]:
     """
     accepted, passes = (sum(counts) for counts in zip(*(r.drafts for r in responses), strict=True))
     return {"accept_length": 1 + accepted / passes} if passes else {}
+
+
+def kept_metrics(responses: Sequence[Response]) -> dict[str, float]:
+    """Return the mean and largest number of tokens that top-p and top-k kept, and the bytes of all
+    of them. The result is empty if nothing was left out.
+    """
+    sizes = [response.kept.sizes for response in responses if response.kept is not None]
+    if not sizes:
+        return {}
+    joined = np.concatenate(sizes)
+    return {
+        "kept_tokens": float(joined.mean()),
+        "kept_tokens_max": float(joined.max()),
+        "kept_bytes": float(joined.nbytes + joined.sum() * joined.itemsize),
+    }
 
 
 def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -6,7 +6,9 @@ inspection.
 the tokens of each response and of the observation after it, or the whole prompt after it if this
 does not extend the turn. `logprobs` has values for response tokens only, rounded to float32 as in
 the trainer. `routed_experts` [R, layers, top-k] has the routed experts of all responses, one after
-the other; it is absent from runs without algorithm.routing_replay. Images are given as numbers: 0,
+the other; it is absent from runs without algorithm.routing_replay. `kept_ids` [K] int32 has the
+tokens that rollout.top_p and rollout.top_k kept, `kept_sizes` [N] int32 of them for each response
+token; they are absent where nothing was left out. Images are given as numbers: 0,
 1, ... are the row's images and videos, and -1, -2, ... those that the environment made, with their
 pixels in `pixels.0`, `pixels.1`, ..., and the pictures of images in tiles in `picture.0`,
 `picture.1`, ...
@@ -29,7 +31,7 @@ from megavlm.data.media.image_processing import PatchFormat, ProcessedImage
 from megavlm.data.media.videos import ProcessedVideo
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
-from megavlm.inference.protocol import Response, VersionSpan
+from megavlm.inference.protocol import KeptTokens, Response, VersionSpan
 from megavlm.rewards.base import Score
 from megavlm.rollout.trajectory import Episode, Group
 from megavlm.writing import write_whole
@@ -83,13 +85,15 @@ class RecordedRollouts:
 
 
 class ResponseWriter:
-    """Collects the tokens, log-probs and routed experts of responses, in order."""
+    """Collects the tokens of responses and the arrays beside them, in order."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[npt.NDArray[Any]]] = {
             "token_ids": [np.empty(0, np.int32)],
             "logprobs": [np.empty(0, np.float32)],
             "routes": [],
+            "kept_sizes": [],
+            "kept_ids": [],
         }
 
     def arrays(self) -> dict[str, Tensor]:
@@ -107,6 +111,10 @@ class ResponseWriter:
         if response.routed_experts is not None:
             self._parts["routes"].append(response.routed_experts)
             record["routes"] = len(response.routed_experts)
+        if response.kept is not None:
+            self._parts["kept_sizes"].append(response.kept.sizes)
+            self._parts["kept_ids"].append(response.kept.ids)
+            record["kept"] = len(response.kept.ids)
         return record
 
     def _add(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> int:
@@ -122,6 +130,10 @@ class ResponseReader:
         self._taken = Counter[str]()
 
     def response(self, record: Mapping[str, Any]) -> Response:
+        kept = None
+        if "kept" in record:
+            sizes = self._take("kept_sizes", record["tokens"])
+            kept = KeptTokens(sizes, self._take("kept_ids", record["kept"]))
         return Response(
             self._take("token_ids", record["tokens"]),
             self._take("logprobs", record["tokens"]),
@@ -129,6 +141,7 @@ class ResponseReader:
             record["weight_version"],
             tuple(VersionSpan(*span) for span in record["spans"]),
             self._take("routes", record["routes"]) if "routes" in record else None,
+            kept=kept,
         )
 
     def _take(self, name: str, count: int) -> npt.NDArray[Any]:

@@ -74,7 +74,7 @@ class Sampler:
         refit: Refit | None = None,
     ) -> Iterator[Group]:
         """Play n episodes from each row, and yield the groups in the order of the rows. A group has
-        no episodes if they could not start, and responses have no routed experts.
+        no episodes if they could not start, and responses have tokens and log-probs only.
 
         version: Weight version that must generate the responses; None accepts any. refit: Pushes
         the weights to servers that restarted.
@@ -84,9 +84,10 @@ class Sampler:
             assert refit is not None
             refit()
 
+        how = replace(how, routed_experts=None, returns_kept=False)
         generate = partial(
             self.client.generate,
-            sampling_params=at_version(self.config, replace(how, routed_experts=None), version),
+            sampling_params=at_version(self.config, how, version),
             weight_version=version,
             refit=None if refit is None else push,
         )
@@ -122,6 +123,9 @@ def make_sampling_params(config: Config, processor: Processor) -> SamplingParams
         routed_experts=routed_experts_shape(config.model.folder)
         if replays_routing(config.algorithm)
         else None,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        returns_kept=rollout.samples_likeliest,
     )
 
 

@@ -7,6 +7,9 @@ Memory: how far the resident set of a process of its own rises above what it hel
 what the machine must have; torch's profiler sees allocations, not when they come back.
 
 And the share of a step of a 0.3B model that it is: of forward and backward of one tree, in one run.
+
+And with the tokens that top-p kept of normally distributed logits: their number and bytes, and the
+time beside that of the whole vocabulary, of log-probs and entropies.
 """
 
 import time
@@ -21,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megavlm.data.packs.token_sets import TokenSets
 from megavlm.data.packs.trees import prompt_tree
 from megavlm.models.build import build_model
 from megavlm.models.common import logprobs
@@ -33,6 +37,7 @@ from tests.benchmarks.bench_model import GRID, SIZES, TOKEN_IDS, Shape, inputs, 
 from tests.support.fork import launch
 
 VOCABULARY, HIDDEN = 151_936, 256
+TOP_P = (0.9, 0.95)
 # T tokens, N of them scored; whether the plain form is run: for 8,192 tokens it takes 15 GB
 CASES = ((2048, 128, True), (2048, 2048, True), (8192, 128, False), (8192, 2048, False))
 
@@ -103,6 +108,52 @@ def bench_logprobs() -> None:
 
 def shown(cost: Cost) -> str:
     return f"{cost.added / 1e9:.2f} GB {cost.seconds:6.2f} s"
+
+
+def kept_by(logits: Tensor, top_p: float, top_k: int) -> TokenSets:
+    """Return the sets that SGLang's sampler keeps of logits [N, V]."""
+    probs, ids = logits.softmax(-1).topk(top_k)
+    is_kept = probs.cumsum(-1) - probs <= top_p
+    return TokenSets.of(is_kept.sum(-1).int(), ids[is_kept].int())
+
+
+def with_sets(scale: float) -> list[Any]:
+    """Return the entropy of logits of this standard deviation, and for each top_p the mean number
+    of tokens that it keeps; then the seconds without and with each of these sets.
+    """
+    torch.set_num_threads(2)
+    generator, num = torch.Generator().manual_seed(0), 512
+    hidden = torch.randn(num, HIDDEN, generator=generator)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator) * scale / HIDDEN**0.5
+    logits = hidden @ weight.t()
+    sets = [None, *(kept_by(logits, top_p, 1024) for top_p in TOP_P)]
+    targets, logp = logits.argmax(-1), logits.log_softmax(-1)
+    entropy = float(-(logp.exp() * logp).sum(-1).mean())
+    del logits, logp
+    hidden.requires_grad_(), weight.requires_grad_()
+    group = dist.group.WORLD
+    assert group is not None
+    seconds = [1e9 for _ in sets]
+    for _ in range(3):
+        for number, kept in enumerate(sets):
+            start = time.perf_counter()
+            scores = token_scores(
+                hidden, weight, targets, scoring=Scoring(), group=group, kept=kept
+            )
+            (scores[0].sum() + scores[1].sum()).backward()
+            seconds[number] = min(seconds[number], time.perf_counter() - start)
+    return [entropy, [len(kept.ids) / num for kept in sets if kept is not None], seconds]
+
+
+@pytest.mark.timeout(0)
+def bench_kept() -> None:
+    print(f"\nlog-probs and entropies among kept tokens, vocabulary {VOCABULARY}, two threads")
+    print(f"{'entropy':>8}{'top-p':>7}{'tokens kept':>13}{'bytes':>8}{'time':>8}")
+    for scale in (4.0, 5.0, 7.0):
+        ((entropy, sizes, (whole, *each)),) = launch(1, with_sets, scale)
+        for top_p, size, seconds in zip(TOP_P, sizes, each, strict=True):
+            cost = f"{size:13.1f}{4 + 4 * size:8.0f}{seconds / whole:7.2f}x"
+            print(f"{entropy:8.2f}{top_p:7}{cost}")
 
 
 def share(prompt_tokens: int, answers: tuple[int, int]) -> tuple[float, float]:

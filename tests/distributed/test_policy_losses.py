@@ -16,13 +16,14 @@ from megavlm.config.algorithm import GRPO, PPO
 from megavlm.config.distillation import Distillation
 from megavlm.config.optimizer import Optimizer
 from megavlm.data.packs.packing import Pack, make_pack
+from megavlm.data.packs.token_sets import TokenSets
 from megavlm.data.packs.trees import Tree, prompt_tree
 from megavlm.families import family
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import load_hf
-from megavlm.models.common.logprobs import Scoring
+from megavlm.models.common.logprobs import Scoring, TokenScores
 from megavlm.parallel.collectives import reduce_measures, summing
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.advantages import (
@@ -31,12 +32,18 @@ from megavlm.training.advantages import (
     whiten_advantages,
     with_advantages,
 )
-from megavlm.training.forward_backward import LossFunction, compute_logprobs, forward_backward
+from megavlm.training.forward_backward import (
+    LossFunction,
+    Measures,
+    compute_logprobs,
+    forward_backward,
+)
 from megavlm.training.gradient_buffers import wrap
 from megavlm.training.losses import Update, policy_loss, with_value_loss
 from megavlm.training.optimizer import build_updater
 from megavlm.training.step.pack_plan import assign
 from megavlm.training.step.vision_features import VisionFeatures
+from tests.parity.cases import gradient_norm
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import Sequences, distinct_images
@@ -80,6 +87,7 @@ SETTINGS: dict[str, GRPO | PPO] = {
         policy_loss="tests.unit.algorithms.own:plain",
     ),
     "a teacher": replace(PLAIN, importance="sequence", importance_cap=1.1),
+    "kept tokens": replace(PLAIN, entropy_coefficient=0.01, importance="token"),
     "reinforce++ baseline": replace(PLAIN, advantage_estimator="reinforce_plus_plus_baseline"),
     "ppo": PPO(kl_coefficient=0.1, kl_in="reward", critic="shared", lam=0.9, gamma=0.95),
     "ppo by turn": PPO(critic="shared", gae_level="turn", mask_truncated=True),
@@ -114,7 +122,20 @@ def trees_of(cases: list[Sequences], settings: GRPO | PPO) -> list[Tree]:
             )
             sequence += 1
         trees.append(prompt_tree(case.prompt, case.responses, values))
-    return trees
+    return [*map(with_sets, trees)] if settings is SETTINGS["kept tokens"] else trees
+
+
+def with_sets(tree: Tree) -> Tree:
+    """Return a tree whose targets were sampled among one to four tokens, or among all."""
+    segments = []
+    for segment in tree.segments:
+        if segment.is_target:
+            sizes = torch.arange(len(segment.token_ids)).remainder(5).int()
+            further = segment.token_ids[:, None] + torch.arange(0, 40, 10)
+            ids = [row[:size] for row, size in zip(further % 250, sizes, strict=True)]
+            segment = replace(segment, kept=TokenSets.of(sizes, torch.cat(ids).int()))
+        segments.append(segment)
+    return Tree(tuple(segments))
 
 
 def lengths(tree: Tree) -> list[float]:
@@ -250,6 +271,42 @@ def test_a_batch_may_be_cut_in_any_way(
         for parameter, gradient in expected.items():
             difference = np.abs(found[parameter] - gradient).max()
             assert difference <= 1e-5 * max(np.abs(gradient).max(), 1e-3), (name, parameter)
+
+
+def among_kept(folder: Path, ranks: Ranks) -> tuple[list[Tensor], float]:
+    """Return the place of each target that this rank scores with its log-prob, and the norm of the
+    gradient of log-probs and entropies.
+    """
+    run = Model(folder, ranks)
+    trees = trees_of(run.cases, SETTINGS["kept tokens"])
+    vision = (run.config.image_token_id, run.config.video_token_id)
+    whole = make_pack(trees, vision_token_ids=vision, context_size=run.mesh.layout.context)
+    pack = whole.part(run.mesh.context_rank)
+    scores = compute_logprobs(run.chunks, [pack], run.features(), Scoring(temperature=0.7))
+    weights = torch.linspace(-1, 1, len(whole.target_ids))[pack.target_index]
+
+    def loss(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
+        total = (scores.logprobs * weights).sum() + (scores.entropy * weights.square()).sum()
+        return total, {"tokens": total.detach()}
+
+    for chunk in run.chunks:
+        chunk.zero_grad_buffer()
+    forward_backward(run.chunks, [pack], run.features(), Scoring(temperature=0.7), loss)
+    return [pack.target_index, *(x.logprobs for x in scores)], gradient_norm(run.chunks)
+
+
+@pytest.mark.parametrize("layout", ["TP2", *slow("TP2xPP2", "PP2xCP2", "TP2xCP2")])
+def test_log_probs_among_kept_tokens_are_those_of_one_rank(folder: Path, layout: str) -> None:
+    (((_, expected), norm),) = launch(1, among_kept, folder, LAYOUTS["one rank"])
+    seen = np.zeros(len(expected), bool)
+    for (index, *scores), found in launch(
+        LAYOUTS[layout].world_size, among_kept, folder, LAYOUTS[layout]
+    ):
+        assert found == pytest.approx(norm, rel=1e-5)
+        for logprobs in scores:  # none on early stages
+            np.testing.assert_allclose(logprobs, expected[index], rtol=0, atol=1e-5)
+            seen[index] = True
+    assert seen.all() and 0.05 < (expected == 0).mean() < 0.5  # of sets of one token
 
 
 def test_the_settings_use_what_they_are_there_for(one_pack: dict[str, Any]) -> None:

@@ -47,7 +47,10 @@ def values(record: dict[str, Any]) -> dict[str, Any]:
 def recorded(world: World, running: Running) -> Path:
     """The run directory of a run that stopped after two steps and resumed."""
     recipe = world.recipe(
-        "recorded", **SECTIONS, run={"record_rollouts": True}, rollout=running.rollout
+        "recorded",
+        **SECTIONS,
+        run={"record_rollouts": True},
+        rollout=running.rollout | {"top_p": 0.9, "top_k": 100},
     )
     for more in ([], ["run.summary=false"]):
         done = world.megavlm("train", recipe, *more, **running.keys)
@@ -89,6 +92,7 @@ def test_a_replay_is_the_run_again(world: World, recorded: Path) -> None:
     assert [values(record) for record in ours] == [values(record) for record in theirs]
     assert "seconds/reward" not in ours[0] and "kl_reference" in ours[0]
     assert ours[1]["gradient_norm"] > 0
+    assert 1 < ours[0]["kept_tokens"] < 100 and ours[0]["rollout_max_difference"] < 1e-5
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from torch.nn.attention import flex_attention
 
 from megavlm.config.algorithm import PPO
 from megavlm.data.packs.packing import Pack
+from megavlm.data.packs.token_sets import TokenSets
 from megavlm.data.processor import ProcessedImage
 from megavlm.models.build import build_model
 from megavlm.models.common import attention_backends
@@ -104,6 +105,7 @@ def step(folder: Path, backend: str) -> list[str]:
     (model,) = build_model(inputs.config, build_mesh(ranks.mesh), options)
     cases = inputs.sequences("mixed")
     (pack,) = packs_of([cases], inputs.config, ranks)
+    pack = replace(pack, kept=TokenSets.of(torch.ones(pack.num_targets).int(), pack.target_ids))
     images = list(distinct_images(cases).values())
     as_on_a_gpu()
     move(model)

@@ -36,4 +36,6 @@ def plain(response: Response) -> tuple[Any, ...]:
         if response.routed_experts is None
         else (response.routed_experts.tolist(), response.routed_experts.dtype)
     )
-    return ids, logprobs, response.finish, response.weight_version, response.spans, *routed_experts
+    kept = () if response.kept is None else tuple(part.tolist() for part in response.kept)
+    known = response.finish, response.weight_version, response.spans
+    return ids, logprobs, *known, *routed_experts, *kept

@@ -17,6 +17,7 @@ from megavlm.data.packs.context_parallel import SegmentRun, run_tokens, split_se
 from megavlm.data.packs.positions import text_positions
 from megavlm.data.packs.routed_experts import RoutedExperts
 from megavlm.data.packs.target_tokens import TargetColumns
+from megavlm.data.packs.token_sets import TokenSets
 from megavlm.data.packs.trees import COLUMN, SEGMENT_COLUMN, Tree, trees_to_arrays
 
 
@@ -57,6 +58,7 @@ class Pack:
     target_ids: Tensor  # [n] int64
     target_index: Tensor  # [n] int64: index of each held target among the pack's N
     columns: TargetColumns | None  # [n]; None if no policy sampled the targets
+    kept: TokenSets | None  # [n]; an empty set, or None for all, is the whole vocabulary
     num_sequences: int  # above every sequence id of the columns, the same on all context ranks
 
     vision_index: Tensor  # [m] int64: held tokens that image features replace, ascending
@@ -108,6 +110,7 @@ class Pack:
             target_ids=self.target_ids[target_index],
             target_index=target_index,
             columns=self.columns and self.columns.select(target_index),
+            kept=self.kept and self.kept.select(target_index),
             vision_index=vision_index,
             vision_runs=_runs(vision_index),
             feature_index=feature_index,
@@ -121,11 +124,11 @@ class Pack:
     def to(self, device: torch.device | str) -> "Pack":
         """Return the pack with its tensors on `device`. Split a pack before it is moved."""
         moved: dict[str, Any] = {
-            name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)
+            name: x.to(device)
+            for name, x in vars(self).items()
+            if isinstance(x, Tensor | TargetColumns | TokenSets | RoutedExperts)
         }
-        columns = self.columns and self.columns.to(device)
-        routed_experts = self.routed_experts and self.routed_experts.to(device)
-        return replace(self, columns=columns, routed_experts=routed_experts, **moved)
+        return replace(self, **moved)
 
 
 def make_pack(
@@ -201,6 +204,9 @@ class _Forest:
             if name.startswith((COLUMN, SEGMENT_COLUMN))
         }
         self._columns = TargetColumns(**columns) if columns else None
+        self._kept = None
+        if "kept_ids" in arrays:
+            self._kept = TokenSets.of(arrays["kept_sizes"], arrays["kept_ids"])
         self._routed_experts = None
         if "routes" in arrays:
             counts, routed_experts = arrays["num_routes"].long(), arrays["routes"]
@@ -238,9 +244,10 @@ class _Forest:
         target = pad(self._target[tokens], (0, padding))
         vision_index = self._vision[tokens].nonzero().flatten()
         target_ids = token_ids[target]
-        columns, num_sequences = self._columns, 1
+        targets, num_sequences = _between(self._targets_before, segments), 1
+        columns = self._columns and self._columns.select(targets)
+        kept = self._kept and self._kept.select(targets)
         if columns is not None:
-            columns = columns.select(_between(self._targets_before, segments))
             num_sequences = int(columns.sequence_ids.max()) + 1 if len(target_ids) else 1
         routed_experts = self._routed_experts
         if routed_experts is not None:
@@ -261,6 +268,7 @@ class _Forest:
             target_ids=target_ids,
             target_index=torch.arange(len(target_ids)),
             columns=columns,
+            kept=kept if kept is not None and len(kept.ids) else None,
             num_sequences=num_sequences,
             vision_index=vision_index,
             vision_runs=_runs(vision_index),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megavlm.data.packs.positions import text_positions
 from megavlm.data.packs.target_tokens import TargetColumns
+from megavlm.data.packs.token_sets import TokenSets
 
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt
@@ -35,6 +36,7 @@ class Segment:
     columns: TargetColumns | None = None  # [S], for responses that a policy sampled
     images: tuple[str, ...] = ()  # keys of the images that its tokens stand for, in order
     routed_experts: Tensor | None = None  # [R, layers, top-k], of its first R tokens
+    kept: TokenSets | None = None  # [S], of a target; None: sampled from the whole vocabulary
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,6 +222,9 @@ def trees_to_arrays(
         counts = [0 if s.routed_experts is None else len(s.routed_experts) for s in segments]
         arrays["num_routes"] = torch.tensor(counts, dtype=torch.int32)
         arrays["routes"] = torch.cat(known)
+    kept = TokenSets.joined([s.kept for s in targets], [len(s.token_ids) for s in targets])
+    if kept is not None:
+        arrays |= {"kept_sizes": kept.sizes, "kept_ids": kept.ids}
     parts = [segment.columns for segment in targets if segment.columns is not None]
     assert len(parts) in (0, len(targets)), "all targets have columns, or none has"
     columns = parts[0] if parts else columns

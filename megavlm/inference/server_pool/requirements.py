@@ -27,13 +27,15 @@ class Requirements:
     fresh_images: True if training changes the vision tower. The server must then cache no image
     features, because SGLang does not drop them when weights change. sync: Transport of the weights
     that are pushed to it; None if none are. routed_experts: True if it must return the experts of
-    tokens. expert_adapters: True if it gets adapters on experts. Only megavlm's plugin then finds
+    tokens. kept_tokens: Tokens that it must be able to return as kept by top-p and top-k; 0 if it
+    need not. expert_adapters: True if it gets adapters on experts. Only megavlm's plugin then finds
     the experts' own weights (megavlm_adapters.py); SGLang's scheduler would end with a KeyError.
     """
 
     fresh_images: bool = False
     sync: str | None = None
     routed_experts: bool = False
+    kept_tokens: int = 0
     expert_adapters: bool = False
 
     def read(self, info: Mapping[str, Any]) -> tuple[int, str, bool]:
@@ -51,6 +53,19 @@ class Requirements:
             raise ValueError(
                 "does not return the routed experts that algorithm.routing_replay=true "
                 "replays: start it with --enable-return-routed-experts, or set routing_replay=false"
+            )
+        most = info.get("sampling_mask_max_tokens") or 0
+        if self.kept_tokens > most:
+            raise ValueError(
+                f"returns at most {most} tokens that top-p and top-k keep, but "
+                f"rollout.top_k={self.kept_tokens}: start SGLang 0.5.23 with "
+                f"--sampling-mask-max-tokens {self.kept_tokens}, or lower rollout.top_k"
+            )
+        if self.kept_tokens and info.get("speculative_algorithm"):
+            raise ValueError(
+                "decodes speculatively, and then does not return the tokens that rollout.top_p and "
+                "rollout.top_k keep: start it without --speculative-algorithm, or set "
+                "rollout.top_p=1 and rollout.top_k=0"
             )
         loaders = info.get("custom_weight_loader") or ()
         if self.expert_adapters and LOADER not in loaders:

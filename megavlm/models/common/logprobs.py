@@ -5,12 +5,15 @@ time, in the forward and the backward pass; logits [T, V] are never in memory. S
 hidden size, V/tp vocabulary of this rank, C targets in a chunk.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megavlm.data.packs.token_sets import TokenSets
 
 # Far below any logit, yet finite: a suppressed token's probability times its logit must be 0, not
 # NaN.
@@ -55,11 +58,14 @@ def token_scores(
     *,
     scoring: Scoring,
     group: dist.ProcessGroup,
+    kept: TokenSets | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probs [N] and entropies [N] of targets. Without `scoring.entropy`, entropies are
     empty and there is no gradient. Collective over `group`, the tensor axis.
 
+    kept: The tokens among which each target was sampled, itself included. All others have
+    probability 0, so that log-probs and entropies are those of the softmax over the set.
     chunk_size: Targets whose logits are in memory at a time; None uses default_chunk_size.
 
     The gradient with respect to `hidden_NH` is this rank's part of a sum over the tensor axis.
@@ -73,14 +79,16 @@ def token_scores(
         local = (i - group.rank() * weight_VH.size(0) for i in scoring.suppressed_ids)
         held = [i for i in local if 0 <= i < weight_VH.size(0)]
         suppressed = torch.tensor(held, dtype=torch.long, device=weight_VH.device)
-    logits = _Logits(weight_VH.detach(), scoring.temperature, suppressed, scoring.entropy)
+    chunk_size = chunk_size or default_chunk_size(weight_VH.size(0), weight_VH.device.type)
+    logits = _Logits(
+        weight_VH.detach(),
+        scoring.temperature,
+        suppressed,
+        [] if kept is None else kept.chunks(chunk_size, group.rank() * weight_VH.size(0)),
+        scoring.entropy,
+    )
     logprobs, entropy = _ChunkedScores.apply(
-        hidden_NH,
-        weight_VH,
-        target_ids_N,
-        logits,
-        group,
-        chunk_size or default_chunk_size(weight_VH.size(0), weight_VH.device.type),
+        hidden_NH, weight_VH, target_ids_N, logits, group, chunk_size
     )
     return logprobs, entropy
 
@@ -103,18 +111,20 @@ def default_chunk_size(vocab_size: int, device_type: str) -> int:
 class _Logits:
     """Scaled logits of hidden states.
 
-    suppressed: Suppressed ids as indices into this rank's vocabulary.
+    suppressed: Suppressed ids as indices into this rank's vocabulary. kept: The ids that each chunk
+    keeps, see TokenSets.chunks; empty if all chunks keep the whole vocabulary.
     """
 
     weight_VH: Tensor
     temperature: float
     suppressed: Tensor | None
+    kept: Sequence[tuple[Tensor, Tensor]]
     entropy: bool
 
-    def write(self, hidden_CH: Tensor, out: Tensor) -> Tensor:
+    def write(self, hidden_CH: Tensor, out: Tensor, chunk: int) -> Tensor:
         """Write the logits to the first C rows of `out` [rows, V] (fp32), and return these rows
-        [C, V]. Allocating
-        memory for every chunk would double the memory, and on a CPU take as long as the arithmetic.
+        [C, V]. Allocating memory for every chunk would double the memory, and on a CPU take as long
+        as the arithmetic. chunk: Number of the chunk.
         """
         logits_CV = out[: len(hidden_CH)]
         if self.weight_VH.dtype == torch.float32:
@@ -125,6 +135,8 @@ class _Logits:
             logits_CV /= self.temperature
         if self.suppressed is not None:
             logits_CV.index_fill_(1, self.suppressed, SUPPRESSED_LOGIT)
+        if self.kept:
+            _keep_only(logits_CV, *self.kept[chunk])
         return logits_CV
 
     def buffers(self, num_targets: int, chunk_size: int) -> tuple[Tensor, Tensor]:
@@ -132,6 +144,20 @@ class _Logits:
         shape = (2, min(num_targets, chunk_size), self.weight_VH.size(0))
         first, second = self.weight_VH.new_empty(shape, dtype=torch.float32)
         return first, second
+
+
+def _keep_only(logits_CV: Tensor, rows_K: Tensor, ids_K: Tensor) -> None:
+    """Suppress all logits of the rows `rows_K` but those of ids_K, in place. An id of another
+    rank's vocabulary is out of range.
+    """
+    here_K = (ids_K >= 0) & (ids_K < logits_CV.size(1))
+    # Ids are not selected by a mask, which would wait for the GPU: those of other ranks write a
+    # suppressed logit to the row's first token, whose own is larger if it is kept.
+    index_K = rows_K * logits_CV.size(1) + ids_K.where(here_K, 0)
+    kept_K = logits_CV.view(-1)[index_K].where(here_K, SUPPRESSED_LOGIT)
+    has_set_C = here_K.new_zeros(len(logits_CV)).index_fill_(0, rows_K, True)
+    logits_CV.masked_fill_(has_set_C[:, None], SUPPRESSED_LOGIT)
+    logits_CV.view(-1).scatter_reduce_(0, index_K, kept_K, "amax")
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -148,10 +174,9 @@ class _ChunkedScores(torch.autograd.Function):
         local_ids_N = target_ids_N - group.rank() * weight_VH.size(0)
         first, second = logits.buffers(len(hidden_NH), chunk_size)
         logprobs, entropies, log_sums = [], [], []
-        for hidden_CH, ids_C in zip(
-            hidden_NH.split(chunk_size), local_ids_N.split(chunk_size), strict=True
-        ):
-            logits_CV = logits.write(hidden_CH, first)
+        chunks = zip(hidden_NH.split(chunk_size), local_ids_N.split(chunk_size), strict=True)
+        for number, (hidden_CH, ids_C) in enumerate(chunks):
+            logits_CV = logits.write(hidden_CH, first, number)
             max_C = logits_CV.amax(1)
             dist.all_reduce(max_C, op=dist.ReduceOp.MAX, group=group)
             exp_CV = torch.sub(logits_CV, max_C[:, None], out=second[: len(ids_C)]).exp_()
@@ -187,10 +212,10 @@ class _ChunkedScores(torch.autograd.Function):
             torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         )
         first, second = ctx.logits.buffers(len(hidden_NH), ctx.chunk_size)
-        for start in range(0, hidden_NH.size(0), ctx.chunk_size):
+        for number, start in enumerate(range(0, hidden_NH.size(0), ctx.chunk_size)):
             part = slice(start, start + ctx.chunk_size)
             ids_C, grad_logprob_C = local_ids_N[part], grad_logprob_N[part]
-            logp_CV = ctx.logits.write(hidden_NH[part], first).sub_(log_sum_N[part, None])
+            logp_CV = ctx.logits.write(hidden_NH[part], first, number).sub_(log_sum_N[part, None])
             grad_CV = torch.exp(logp_CV, out=second[: len(ids_C)]).neg_()
             if grad_entropy_N is None:
                 grad_CV *= grad_logprob_C[:, None]

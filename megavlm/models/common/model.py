@@ -200,7 +200,12 @@ class VisionLanguageModel(MegatronModule):
             if scoring is None:
                 return hidden @ weight.t()
             logprobs, entropy = token_scores(
-                hidden, weight, pack.target_ids, scoring=scoring, group=self._tensor_group
+                hidden,
+                weight,
+                pack.target_ids,
+                scoring=scoring,
+                group=self._tensor_group,
+                kept=pack.kept,
             )
         return TokenScores(logprobs, entropy, values)
 

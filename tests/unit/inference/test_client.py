@@ -272,6 +272,7 @@ def test_body() -> None:
             "n": 2,
             "temperature": 0.7,
             "top_p": 1.0,
+            "top_k": -1,
             "max_new_tokens": 9,
             "logit_bias": {"3": -1e9, "5": -1e9},
         },

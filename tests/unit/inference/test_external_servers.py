@@ -33,6 +33,7 @@ def test_external_servers_must_answer_in_time() -> None:
 
 
 ROUTES = Requirements(routed_experts=True)
+KEPT = Requirements(kept_tokens=50)
 FRESH = Requirements(fresh_images=True)
 ONE_MACHINE = Requirements(sync="tensor")
 EXPERTS = Requirements(expert_adapters=True)
@@ -57,6 +58,18 @@ ENVIRONMENT = "internal_states"
         ({ENVIRONMENT: [{"env_vars": {"SGLANG_VLM_CACHE_SIZE_MB": "0"}}]}, FRESH, None),
         ({}, ROUTES, "start it with --enable-return-routed-experts, or set routing_replay=false"),
         ({"enable_return_routed_experts": True}, ROUTES, None),
+        ({}, KEPT, "returns at most 0 tokens that top-p and top-k keep"),
+        (
+            {"sampling_mask_max_tokens": 49},
+            KEPT,
+            "with --sampling-mask-max-tokens 50, or",
+        ),
+        ({"sampling_mask_max_tokens": 50}, KEPT, None),
+        (
+            {"sampling_mask_max_tokens": 50, "speculative_algorithm": "EAGLE", "version": "0.5.23"},
+            KEPT,
+            "start it without --speculative-algorithm, or set rollout.top_p=1",
+        ),
         ({}, EXPERTS, "start it with python -m megavlm.slurm.servers, or set rollout.lora=merged"),
         ({"custom_weight_loader": ["megavlm_weights.receive"]}, EXPERTS, None),
         ({"version": "0.6.0rc1"}, Requirements(), None),

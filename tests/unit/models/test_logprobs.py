@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megavlm.data.packs.token_sets import TokenSets
 from megavlm.models.common.logprobs import Scoring, default_chunk_size, token_scores
 from tests.support.fork import launch
 
@@ -37,12 +38,27 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-def plain(scoring: Scoring) -> tuple[Tensor, ...]:
+def sets(targets: Tensor) -> tuple[Tensor, TokenSets]:
+    """Return which tokens [N, V] may be sampled, and the same as sets: one token, several, or all
+    of the vocabulary, as a set and as none.
+    """
+    generator = torch.Generator().manual_seed(1)
+    allowed = torch.rand(N, V, generator=generator) < torch.linspace(0, 1, N)[:, None]
+    allowed[torch.arange(N), targets] = True
+    sizes = allowed.sum(1).int()
+    allowed[2], sizes[2] = True, 0
+    ids = [row.nonzero()[:, 0].flip(0) for row, size in zip(allowed, sizes, strict=True) if size]
+    return allowed, TokenSets.of(sizes, torch.cat(ids).int())
+
+
+def plain(scoring: Scoring, *, has_sets: bool) -> tuple[Tensor, ...]:
     hidden, weight, targets, logprob_weights, entropy_weights = inputs()
     hidden.requires_grad_(), weight.requires_grad_()
     logits = hidden @ weight.t()
     if scoring.suppressed_ids:
         logits = logits.index_fill(1, torch.tensor(scoring.suppressed_ids), -1e30)
+    if has_sets:
+        logits = logits.where(sets(targets)[0], -1e30)
     logp = (logits / scoring.temperature).log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1)
     logprobs = logp.gather(1, targets[:, None])[:, 0]
@@ -51,15 +67,16 @@ def plain(scoring: Scoring) -> tuple[Tensor, ...]:
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def parallel(scoring: Scoring, chunk_size: int) -> list[Any]:
+def parallel(scoring: Scoring, chunk_size: int, has_sets: bool) -> list[Any]:
     """This rank's scores, its part of the hidden gradient, and its rows of the weight's."""
     hidden, weight, targets, logprob_weights, entropy_weights = inputs()
     group = dist.group.WORLD
     assert group is not None
     rows = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
     hidden.requires_grad_()
+    kept = sets(targets)[1] if has_sets else None
     logprobs, entropy = token_scores(
-        hidden, rows, targets, scoring=scoring, group=group, chunk_size=chunk_size
+        hidden, rows, targets, scoring=scoring, group=group, kept=kept, chunk_size=chunk_size
     )
     loss = (logprobs * logprob_weights).sum() + (entropy * entropy_weights).sum()
     loss.backward()
@@ -69,8 +86,20 @@ def parallel(scoring: Scoring, chunk_size: int) -> list[Any]:
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
 @pytest.mark.parametrize(("world_size", "chunk_size"), [(1, 1024), (1, 4), (2, 5), (4, 1024)])
 def test_scores_and_gradients(scoring: Scoring, world_size: int, chunk_size: int) -> None:
-    logprobs, entropy, hidden_grad, weight_grad = plain(scoring)
-    results = launch(world_size, parallel, scoring, chunk_size)
+    assert_as_plain(scoring, world_size, chunk_size, has_sets=False)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+@pytest.mark.parametrize(("world_size", "chunk_size"), [(1, 4), (2, 5)])
+def test_scores_are_those_of_the_softmax_over_a_set(
+    scoring: Scoring, world_size: int, chunk_size: int
+) -> None:
+    assert_as_plain(scoring, world_size, chunk_size, has_sets=True)
+
+
+def assert_as_plain(scoring: Scoring, world_size: int, chunk_size: int, *, has_sets: bool) -> None:
+    logprobs, entropy, hidden_grad, weight_grad = plain(scoring, has_sets=has_sets)
+    results = launch(world_size, parallel, scoring, chunk_size, has_sets)
     for result in results:
         torch.testing.assert_close(torch.from_numpy(result[0]), logprobs)
         torch.testing.assert_close(torch.from_numpy(result[1]), entropy)
