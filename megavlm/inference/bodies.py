@@ -56,6 +56,10 @@ def generate_body(
     """Return the JSON body of a /generate request for n responses to each prompt, in parts.
     first_routed: The first token whose routed experts are returned, if any are.
     """
+    if sampling_params.returns_kept:
+        # SGLang 0.5.23 computes the prompt of several responses by a request without tokens, and
+        # fails because it kept none.
+        prompts, n = [prompt for prompt in prompts for _ in range(n)], 1
     body: dict[str, Any] = {
         "input_ids": [list(prompt.request_ids) for prompt in prompts],
         "sampling_params": {"n": n, **_parameters(sampling_params, sampling_params.max_new_tokens)},

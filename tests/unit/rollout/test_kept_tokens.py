@@ -63,8 +63,9 @@ def answer(tokens: list[int], num_before: int = 0, **changed: Any) -> dict[str, 
 
 
 def test_answers_have_the_kept_tokens_and_log_probs_among_them() -> None:
-    body = json.loads(b"".join(generate_body([PROMPT], 1, HOW)))
+    body = json.loads(b"".join(generate_body([PROMPT], 2, HOW)))
     assert body["return_sampling_mask"] is True
+    assert len(body["input_ids"]) == 2 and body["sampling_params"]["n"] == 1
     assert body["sampling_params"]["top_p"] == 0.9 and body["sampling_params"]["top_k"] == 50
     aborted = answer([7, 8], finish_reason={"type": "abort"})
     ((begun,),) = parse_generate(aborted, [PROMPT], 1, HOW)
