@@ -92,7 +92,7 @@ def test_a_replay_is_the_run_again(world: World, recorded: Path) -> None:
     assert [values(record) for record in ours] == [values(record) for record in theirs]
     assert "seconds/reward" not in ours[0] and "kl_reference" in ours[0]
     assert ours[1]["gradient_norm"] > 0
-    assert 1 < ours[0]["kept_tokens"] < 100 and ours[0]["rollout_max_difference"] < 1e-5
+    assert 1 < ours[0]["kept_tokens"] <= 100 and ours[0]["rollout_max_difference"] < 1e-5
 
 
 @pytest.mark.slow
