@@ -32,13 +32,17 @@ def generate_some(
     prompts: Sequence[Any],
     enough: int,
     begun: Sequence[Sequence[Response]] | None = None,
+    after: float = 0.0,
     **options: Any,
 ) -> list[list[Response]]:
-    """Pause when `enough` groups are complete, and return the responses so far."""
+    """Pause when `enough` groups are complete and `after` seconds have passed, and return the
+    responses so far.
+    """
     groups = [list(group) for group in begun or [()] * len(prompts)]
 
     async def until_enough() -> None:
         task = asyncio.create_task(client.generate(prompts, groups=groups, **options))
+        await asyncio.wait({task}, timeout=after)
         while sum(map(is_complete, groups)) < enough:
             await asyncio.wait({task}, timeout=0.01)
             assert not task.done()
