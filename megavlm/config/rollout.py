@@ -305,7 +305,7 @@ class Rollout(Section):
         algorithm = self.server_args.get("speculative_algorithm")
         if algorithm is not None:
             raise ValueError(
-                f"{key} needs the tokens that servers keep, which SGLang does not return with "
+                f"{key} needs the tokens that servers keep, and SGLang does not return them with "
                 f"rollout.server_args.speculative_algorithm={algorithm}: remove one of them"
             )
         if self.router is not None:

@@ -147,8 +147,8 @@ class Processor:
         generation_config.json. The end of a turn is trained on. It is the token that the chat
         template writes after a response, or else at the start of the next message, if that is a
         stop token: some templates mark where a message begins, and a response ends by the mark of a
-        user's message, or after tool calls by that of a tool's. Otherwise it is the tokenizer's eos
-        token.
+        user's message, or after tool calls by the mark of a tool's. Otherwise it is the tokenizer's
+        eos token.
         """
         file = folder / "generation_config.json"
         generation = json.loads(file.read_text()) if file.is_file() else {}

@@ -30,8 +30,8 @@ class SamplingParams:
     a response with a larger token id is malformed. cache_key: Servers reuse prefixes only among
     requests with the same key; None shares them with all requests without a key. routed_experts:
     Sizes of the routed experts that servers return with the tokens; None asks for none.
-    returns_kept: If true, servers return the tokens that top_p and top_k keep, and log-probs are
-    those of the softmax over these tokens.
+    returns_kept: If true, servers return the tokens that top_p and top_k keep, and log-probs of the
+    softmax over these tokens.
     """
 
     temperature: float
@@ -62,7 +62,7 @@ class VersionSpan:
 
 
 class KeptTokens(NamedTuple):
-    """The tokens that top-p and top-k kept at each of T tokens, which is one of them. A token
+    """The tokens that top-p and top-k kept at each of T tokens, including that token. A token
     without any was sampled from the whole vocabulary.
     """
 
@@ -128,7 +128,7 @@ class Response:
         )
 
     def _kept_then(self, rest: "Response") -> KeptTokens | None:
-        """Return the kept tokens joined with those of a continuation."""
+        """Return the kept tokens followed by a continuation's."""
         if self.kept is None and rest.kept is None:
             return None
         whole = np.zeros(len(self.token_ids), np.int32), np.zeros(len(rest.token_ids), np.int32)

@@ -85,7 +85,7 @@ class RecordedRollouts:
 
 
 class ResponseWriter:
-    """Collects the tokens of responses and the arrays beside them, in order."""
+    """Collects the tokens of responses and the arrays that belong to them, in order."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[npt.NDArray[Any]]] = {

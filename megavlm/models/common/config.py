@@ -24,8 +24,8 @@ class LanguageConfig(TransformerConfig):
     router_bias: A layer's router adds a bias of its own to the scores of experts where it selects
         them, and not where it weighs them. The bias is not trained: it balances the load of
         experts in pretraining.
-    fused_gate_up: HF has the gate and the up projection of a dense MLP in one linear layer, which
-        has one adapter.
+    fused_gate_up: HF has the gate and the up projection of a dense MLP in one linear layer with
+        one adapter.
     fused_weight_gradients: Transformer Engine's linear layers add weight gradients to `main_grad`
         within the matrix product.
     """

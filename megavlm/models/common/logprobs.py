@@ -147,7 +147,7 @@ class _Logits:
 
 
 def _keep_only(logits_CV: Tensor, rows_K: Tensor, ids_K: Tensor) -> None:
-    """Suppress all logits of the rows `rows_K` but those of ids_K, in place. An id of another
+    """Suppress all logits of the rows `rows_K` except at ids_K, in place. An id of another
     rank's vocabulary is out of range.
     """
     here_K = (ids_K >= 0) & (ids_K < logits_CV.size(1))

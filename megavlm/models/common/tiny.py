@@ -16,7 +16,7 @@ class TinySizes:
         112 pixels.
     head_dim: hidden_size / num_heads by default; with linear attention 64, of which a quarter gets
         rotary embeddings.
-    linear_head_dim: of keys and values in linear attention; 16 and 24 by default.
+    linear_head_dim: Size of heads of keys and values in linear attention; 16 and 24 by default.
     deepstack_blocks: tower blocks whose output becomes a DeepStack level, by default the first
         three, or as many as there are tower blocks and language layers.
     position_table_side: the learned table has side x side positions; 8 by default.

@@ -84,8 +84,8 @@ def model_inputs(
     hf_config: Any, token_ids: Tensor, positions: Tensor, images: Sequence[ProcessedImage]
 ) -> dict[str, Tensor]:
     """Return patches, grids and positions. transformers does not take images and videos in one
-    sequence, as they share a token, so each frame of a video is given as an image, which it is to
-    the tower.
+    sequence, as they share a token. Each frame of a video is given as an image instead: to the
+    tower it is one.
     """
     if not images:
         return {}

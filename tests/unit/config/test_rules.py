@@ -350,7 +350,7 @@ BROKEN = {
         "rollout.top_p=0.9",
         "rollout.top_k=50",
         "rollout.server_args.speculative_algorithm=NEXTN",
-    ): "rollout.top_p=0.9 needs the tokens that servers keep, which SGLang does not return with",
+    ): "rollout.top_p=0.9 needs the tokens that servers keep, and SGLang does not return them with",
     (
         "rollout.top_k=50",
         "rollout.mode=external",
