@@ -244,7 +244,7 @@ def chunk_rows(vocabulary: int, hidden: int) -> Iterator[Row]:
 
     def work(chunk: int) -> None:
         states.grad = weight.grad = None
-        logprobs, _ = token_scores(
+        logprobs, *_ = token_scores(
             states, weight, ids, scoring=Scoring(), group=dist.group.WORLD, chunk_size=chunk
         )  # type: ignore[arg-type]
         logprobs.sum().backward()

@@ -1,4 +1,6 @@
-"""Sets of tokens: at each target, the tokens that top-p and top-k kept when it was sampled."""
+"""Sets of tokens: at each target, the tokens that top-p and top-k kept when it was sampled, or a
+teacher's likeliest tokens with their log-probs.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class TokenSets:
-    """Sets of token ids of n targets. An empty set stands for the whole vocabulary. Sizes stay in
-    host memory, so that cutting the sets does not wait for the GPU.
+    """Sets of token ids of n targets. Of kept tokens, an empty set stands for the whole vocabulary;
+    of a teacher's, for a target that it did not score. Sizes stay in host memory, so that cutting
+    the sets does not wait for the GPU.
 
     Example, a target that was sampled among tokens 5 and 9, and one that was sampled among all:
         sizes  [2, 0]
@@ -21,11 +24,12 @@ class TokenSets:
     sizes: Tensor  # [n] int32
     ids: Tensor  # [K] int32, target by target
     owners: Tensor  # [K] int32, the target of each id
+    logprobs: Tensor | None = None  # [K] float32, nats, by a teacher
 
     @classmethod
-    def of(cls, sizes: Tensor, ids: Tensor) -> "TokenSets":
+    def of(cls, sizes: Tensor, ids: Tensor, logprobs: Tensor | None = None) -> "TokenSets":
         owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(sizes)
-        return cls(sizes, ids, owners)
+        return cls(sizes, ids, owners, logprobs)
 
     @classmethod
     def joined(
@@ -41,18 +45,22 @@ class TokenSets:
             torch.zeros(length, dtype=torch.int32) if part is None else part.sizes
             for part, length in zip(parts, lengths, strict=True)
         ]
-        return cls.of(torch.cat(sizes), torch.cat([part.ids for part in known]))
+        logprobs = [part.logprobs for part in known if part.logprobs is not None]
+        ids = torch.cat([part.ids for part in known])
+        return cls.of(torch.cat(sizes), ids, torch.cat(logprobs) if logprobs else None)
 
     def select(self, index: Tensor | slice) -> "TokenSets":
         """Return the sets of the targets that `index` selects: a slice, or int64 positions."""
         sizes = self.sizes[index]
         ahead = self.sizes.cumsum(0)[index] - sizes.cumsum(0)
         places = torch.arange(int(sizes.sum())) + ahead.repeat_interleave(sizes)
-        return TokenSets.of(sizes, self.ids[places])
+        logprobs = None if self.logprobs is None else self.logprobs[places]
+        return TokenSets.of(sizes, self.ids[places], logprobs)
 
     def to(self, device: torch.device | str) -> "TokenSets":
-        """Return the same sets with their ids on `device`."""
-        return TokenSets(self.sizes, self.ids.to(device), self.owners.to(device))
+        """Return the same sets with their ids and log-probs on `device`."""
+        logprobs = None if self.logprobs is None else self.logprobs.to(device)
+        return TokenSets(self.sizes, self.ids.to(device), self.owners.to(device), logprobs)
 
     def chunks(self, size: int, first: int) -> list[tuple[Tensor, Tensor]]:
         """Return the rows [K] and ids [K] int64 of the sets of each `size` targets. Rows are
@@ -61,3 +69,18 @@ class TokenSets:
         counts = [int(sizes.sum()) for sizes in self.sizes.split(size)]
         parts = zip(self.owners.split(counts), self.ids.split(counts), strict=True)
         return [(rows.long() - n * size, ids.long() - first) for n, (rows, ids) in enumerate(parts)]
+
+    def table(self) -> tuple[Tensor, Tensor]:
+        """Return the ids [n, k] and log-probs [n, k] of a teacher's sets of up to k tokens. Smaller
+        sets are filled up with id -1 of probability 0.
+        """
+        assert self.logprobs is not None
+        n, k = len(self.sizes), max(self.sizes.tolist(), default=0)
+        starts = (self.sizes.cumsum(0) - self.sizes).to(self.ids.device)
+        owners = self.owners.long()
+        index = torch.arange(len(self.ids), device=self.ids.device) - starts[owners] + k * owners
+        ids, logprobs = self.ids.new_full((n * k,), -1), self.logprobs.new_full((n * k,), -1e30)
+        return (
+            ids.index_copy_(0, index, self.ids).view(n, k),
+            logprobs.index_copy_(0, index, self.logprobs).view(n, k),
+        )

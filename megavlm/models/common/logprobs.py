@@ -14,21 +14,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavlm.data.packs.token_sets import TokenSets
-
-# Far below any logit, yet finite: a suppressed token's probability times its logit must be 0, not
-# NaN.
-SUPPRESSED_LOGIT = -1e30
+from megavlm.models.common.teacher_divergence import (
+    SUPPRESSED_LOGIT,
+    TeacherChunk,
+    make_chunks,
+    slopes,
+)
 
 
 @dataclass(frozen=True)
 class TokenScores:
     """Scores of target tokens, fp32 [N] each: log-prob (natural logarithm), entropy of the token's
     distribution in nats, and the critic's value. A score is empty if the model has no head for it.
+    divergence: Forward KL divergence [N] from a teacher in nats; None without a teacher's tokens.
     """
 
     logprobs: Tensor
     entropy: Tensor
     values: Tensor
+    divergence: Tensor | None = None
 
     @property
     def device(self) -> torch.device:  # read by megatron-core's schedules
@@ -43,7 +47,8 @@ class Scoring:
     Both must equal the rollout server's settings: the server returns log-probs of the distribution
     that it samples from.
 
-    entropy: Also compute entropies. Passes without a loss do not need them.
+    entropy: Also compute entropies, and the divergence from a teacher. Passes without a loss need
+    neither.
     """
 
     temperature: float = 1.0
@@ -59,19 +64,23 @@ def token_scores(
     scoring: Scoring,
     group: dist.ProcessGroup,
     kept: TokenSets | None = None,
+    teacher: TokenSets | None = None,
     chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute log-probs [N] and entropies [N] of targets. Without `scoring.entropy`, entropies are
-    empty and there is no gradient. Collective over `group`, the tensor axis.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute log-probs [N] and entropies [N] of targets, and their divergence [N] from a teacher.
+    Without `scoring.entropy`, entropies are empty, and there is no divergence and no gradient.
+    Collective over `group`, the tensor axis.
 
     kept: The tokens among which each target was sampled, itself included. All others have
     probability 0, so that log-probs and entropies are those of the softmax over the set.
+    teacher: The teacher's likeliest tokens with their log-probs; None computes no divergence.
     chunk_size: Targets whose logits are in memory at a time; None uses default_chunk_size.
 
     The gradient with respect to `hidden_NH` is this rank's part of a sum over the tensor axis.
     Apart from inputs and gradients, two fp32 tensors [chunk_size, V/tp] are in memory.
 
-    Source: d logp/dz = onehot - p; d entropy/dz = -p (log p + entropy), z the scaled logits.
+    Source: d logp/dz = onehot - p; d entropy/dz = -p (log p + entropy), z the scaled logits; for the
+    divergence see teacher_divergence.py.
     """
     suppressed = None
     if scoring.suppressed_ids:
@@ -80,17 +89,21 @@ def token_scores(
         held = [i for i in local if 0 <= i < weight_VH.size(0)]
         suppressed = torch.tensor(held, dtype=torch.long, device=weight_VH.device)
     chunk_size = chunk_size or default_chunk_size(weight_VH.size(0), weight_VH.device.type)
+    vocab_size, chunks = weight_VH.size(0), list[TeacherChunk]()
+    if teacher is not None and scoring.entropy:
+        chunks = make_chunks(teacher, chunk_size, vocab_size, group.rank())
     logits = _Logits(
         weight_VH.detach(),
         scoring.temperature,
         suppressed,
-        [] if kept is None else kept.chunks(chunk_size, group.rank() * weight_VH.size(0)),
+        [] if kept is None else kept.chunks(chunk_size, group.rank() * vocab_size),
+        chunks,
         scoring.entropy,
     )
-    logprobs, entropy = _ChunkedScores.apply(
+    logprobs, entropy, divergence = _ChunkedScores.apply(
         hidden_NH, weight_VH, target_ids_N, logits, group, chunk_size
     )
-    return logprobs, entropy
+    return logprobs, entropy, divergence if chunks else None
 
 
 def default_chunk_size(vocab_size: int, device_type: str) -> int:
@@ -112,13 +125,15 @@ class _Logits:
     """Scaled logits of hidden states.
 
     suppressed: Suppressed ids as indices into this rank's vocabulary. kept: The ids that each chunk
-    keeps, see TokenSets.chunks; empty if all chunks keep the whole vocabulary.
+    keeps, see TokenSets.chunks; empty if all chunks keep the whole vocabulary. teacher: The
+    teacher's tokens at each chunk's targets; empty without a divergence.
     """
 
     weight_VH: Tensor
     temperature: float
     suppressed: Tensor | None
     kept: Sequence[tuple[Tensor, Tensor]]
+    teacher: Sequence[TeacherChunk]
     entropy: bool
 
     def write(self, hidden_CH: Tensor, out: Tensor, chunk: int) -> Tensor:
@@ -170,10 +185,10 @@ class _ChunkedScores(torch.autograd.Function):
         logits: _Logits,
         group: dist.ProcessGroup,
         chunk_size: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         local_ids_N = target_ids_N - group.rank() * weight_VH.size(0)
         first, second = logits.buffers(len(hidden_NH), chunk_size)
-        logprobs, entropies, log_sums = [], [], []
+        logprobs, entropies, log_sums, divergences = [], [], [], []
         chunks = zip(hidden_NH.split(chunk_size), local_ids_N.split(chunk_size), strict=True)
         for number, (hidden_CH, ids_C) in enumerate(chunks):
             logits_CV = logits.write(hidden_CH, first, number)
@@ -182,31 +197,40 @@ class _ChunkedScores(torch.autograd.Function):
             exp_CV = torch.sub(logits_CV, max_C[:, None], out=second[: len(ids_C)]).exp_()
             here_C = (ids_C >= 0) & (ids_C < weight_VH.size(0))
             target_C = logits_CV.gather(1, ids_C.where(here_C, 0)[:, None])[:, 0] * here_C
+            teacher = logits.teacher[number] if logits.teacher else None
             sums = [exp_CV.sum(1), target_C]
+            logits_Ck = None if teacher is None else teacher.take(logits_CV)
             if logits.entropy:
                 sums.append(logits_CV.mul_(exp_CV).sum(1))
+            if teacher is not None and logits_Ck is not None:
+                sums += teacher.sums(logits_Ck, max_C, exp_CV)
             reduced = torch.stack(sums)
             dist.all_reduce(reduced, group=group)
-            total_C, target_C, *weighted_C = reduced
+            total_C, target_C, *others = reduced
             log_sum_C = total_C.log() + max_C
             log_sums.append(log_sum_C)
             logprobs.append(target_C - log_sum_C)
             if logits.entropy:
-                entropies.append(log_sum_C - weighted_C[0] / total_C)
+                entropies.append(log_sum_C - others[0] / total_C)
+            if teacher is not None:
+                divergences.append(torch.stack(teacher.divergence(others[1:], total_C)))
         empty = hidden_NH.new_zeros(0, dtype=torch.float32)
         logprobs_N, entropy_N, log_sum_N = (
             torch.cat([empty, *x]) for x in (logprobs, entropies, log_sums)
         )
-        ctx.save_for_backward(hidden_NH, weight_VH, local_ids_N, log_sum_N, entropy_N)
+        divergence_N, mass_N, ratio_N = torch.cat([empty.expand(3, 0), *divergences], 1)
+        ctx.save_for_backward(
+            hidden_NH, weight_VH, local_ids_N, log_sum_N, entropy_N, mass_N, ratio_N
+        )
         ctx.set_materialize_grads(False)
         ctx.logits, ctx.chunk_size = logits, chunk_size
-        return logprobs_N, entropy_N
+        return logprobs_N, entropy_N, divergence_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, local_ids_N, log_sum_N, entropy_N = ctx.saved_tensors
+        hidden_NH, weight_VH, local_ids_N, log_sum_N, entropy_N, mass_N, ratio_N = ctx.saved_tensors
         grad_logprob_N = torch.zeros_like(log_sum_N) if grads[0] is None else grads[0]
-        grad_entropy_N = grads[1]  # None if the loss does not depend on the entropy
+        grad_entropy_N, grad_divergence_N = grads[1:]  # None if the loss does not depend on it
         grad_hidden = torch.empty_like(hidden_NH)
         grad_weight = (
             torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -217,11 +241,22 @@ class _ChunkedScores(torch.autograd.Function):
             ids_C, grad_logprob_C = local_ids_N[part], grad_logprob_N[part]
             logp_CV = ctx.logits.write(hidden_NH[part], first, number).sub_(log_sum_N[part, None])
             grad_CV = torch.exp(logp_CV, out=second[: len(ids_C)]).neg_()
-            if grad_entropy_N is None:
-                grad_CV *= grad_logprob_C[:, None]
-            else:
-                weights_CV = logp_CV.add_(entropy_N[part, None]).mul_(grad_entropy_N[part, None])
-                grad_CV *= weights_CV.add_(grad_logprob_C[:, None])
+            grad_entropy_C = None if grad_entropy_N is None else grad_entropy_N[part]
+            slope_C, teacher, grad_Ck = grad_logprob_C, None, None
+            if grad_divergence_N is not None:
+                teacher = ctx.logits.teacher[number]
+                scale_C, inside_C, outside_C = slopes(
+                    grad_divergence_N[part], mass_N[part], ratio_N[part]
+                )
+                logp_Ck, grad_Ck = teacher.take(logp_CV), teacher.take(grad_CV)
+                scaled_Ck = teacher.probs(logp_Ck) * scale_C[:, None]
+                grad_Ck *= _slope(logp_Ck, slope_C - inside_C, grad_entropy_C, entropy_N[part])
+                grad_Ck -= scaled_Ck
+                teacher.clear(grad_CV)
+                slope_C = slope_C - outside_C
+            grad_CV *= _slope(logp_CV, slope_C, grad_entropy_C, entropy_N[part])
+            if teacher is not None:
+                teacher.add(grad_CV, grad_Ck)
             here_C = (ids_C >= 0) & (ids_C < weight_VH.size(0))
             grad_CV.scatter_add_(
                 1, ids_C.where(here_C, 0)[:, None], (grad_logprob_C * here_C)[:, None]
@@ -236,3 +271,14 @@ class _ChunkedScores(torch.autograd.Function):
                 grad_weight += grad_CV.t() @ hidden_NH[part]
         weight_grad = None if grad_weight is None else grad_weight.to(weight_VH.dtype)
         return grad_hidden, weight_grad, None, None, None, None
+
+
+def _slope(
+    logp: Tensor, slope_C: Tensor, grad_entropy_C: Tensor | None, entropy_C: Tensor
+) -> Tensor:
+    """Return what -p is multiplied with in the gradient of the logits: `slope_C`, and the part of
+    the entropy. logp: Log-probs [C, V] or [C, k], which are changed.
+    """
+    if grad_entropy_C is None:
+        return slope_C[:, None]
+    return logp.add_(entropy_C[:, None]).mul_(grad_entropy_C[:, None]).add_(slope_C[:, None])

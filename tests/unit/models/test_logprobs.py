@@ -75,7 +75,7 @@ def parallel(scoring: Scoring, chunk_size: int, has_sets: bool) -> list[Any]:
     rows = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
     hidden.requires_grad_()
     kept = sets(targets)[1] if has_sets else None
-    logprobs, entropy = token_scores(
+    logprobs, entropy, _ = token_scores(
         hidden, rows, targets, scoring=scoring, group=group, kept=kept, chunk_size=chunk_size
     )
     loss = (logprobs * logprob_weights).sum() + (entropy * entropy_weights).sum()
@@ -128,7 +128,7 @@ def no_targets() -> list[Any]:
     hidden.requires_grad_()
     group = dist.group.WORLD
     assert group is not None
-    logprobs, _ = token_scores(
+    logprobs, *_ = token_scores(
         hidden[:0], weight, torch.empty(0, dtype=torch.long), scoring=Scoring(), group=group
     )
     logprobs.sum().backward()
@@ -183,7 +183,7 @@ def most_bytes(num_targets: int, folder: Path) -> int:
     group = dist.group.WORLD
     assert group is not None
     with torch.profiler.profile(profile_memory=True) as profile:
-        logprobs, entropy = token_scores(
+        logprobs, entropy, _ = token_scores(
             hidden, weight, targets, scoring=Scoring(), group=group, chunk_size=chunk_size
         )
         (logprobs - entropy).sum().backward()
