@@ -22,7 +22,8 @@ POLICY = (
     "clip_share", "clip_low_share", "clip_high_share", "clip_dual_share", "ratio_mean", "ratio_max",
     "importance_mean", "importance_corrected_share", "rejected_share", "rollout_train_kl",
     "stale_share", "stale_steps", "dropped_groups", "timed_out_groups", "servers_idle",
-    "accept_length", "kept_tokens", "kept_tokens_max", "kept_bytes", "waves", "trainer_idle_share",
+    "accept_length", "kept_tokens", "kept_tokens_max", "kept_bytes",
+    "teacher_bytes", "teacher_rest", "waves", "trainer_idle_share",
     "rollout_max_difference",
     "kl_coefficient", "sync_bytes", "sync_seconds", "sync_tensors", "sync_checked", "sync_servers",
 )  # fmt: skip

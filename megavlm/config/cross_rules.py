@@ -241,10 +241,12 @@ def _check_distillation(config: Config) -> None:
             f"the teacher of {key} scores at temperature 1, but rollout.temperature="
             f"{rollout.temperature}: set it to 1.0"
         )
-    if rollout.replay is not None:
+    if config.distillation.is_forward and rollout.samples_likeliest:
         raise ValueError(
-            f"{key} names a teacher, but recorded rollouts have none of its log-probs: set "
-            "rollout.replay=null or remove distillation.urls"
+            "distillation.divergence=forward_topk needs the policy's probability of each of the "
+            f"teacher's tokens, but rollout.top_p={rollout.top_p:g} and rollout.top_k="
+            f"{rollout.top_k} give some 0, where it is infinite: set them to 1 and 0, or set "
+            "distillation.divergence=sampled"
         )
     if config.data.video_key is not None:
         raise ValueError(

@@ -21,8 +21,19 @@ class Distillation(Section):
     """Coefficient of the KL divergence of the policy from the teacher in the loss. To learn from
     only the teacher, set `reward.name` to zero and `algorithm.kl_coefficient` to 0."""
 
+    divergence: Literal["sampled", "forward_topk"] = "sampled"
+    """Divergence that the loss has. `sampled` is the reverse KL divergence, estimated at the sampled
+    token (`distillation.kl_estimator`). `forward_topk` is the forward one at each token: the sum of
+    p log(p / q) over the teacher's `distillation.top_k` likeliest tokens, with all other tokens as
+    one, where p is the teacher's probability and q the policy's (arXiv 2306.13649, section 3)."""
+
+    top_k: int = bounded(0, least=0)
+    """Tokens of the teacher at each position with `distillation.divergence: forward_topk`, which
+    needs a value: 8 bytes each in memory, and 11 from the server. The metric `teacher_rest` is the
+    probability of all others."""
+
     kl_estimator: Literal["k2", "k3", "unbiased"] = "unbiased"
-    """Estimator of the KL divergence per token, as in `algorithm.kl_estimator`, with the teacher in
+    """Estimator of the KL divergence per sampled token, as in `algorithm.kl_estimator`, with the teacher in
     place of the reference. The gradient of k2 and unbiased is that of the KL divergence at each
     token, where unbiased also holds after updates; k3 has another one."""
 
@@ -31,3 +42,20 @@ class Distillation(Section):
 
     timeout: float = bounded(300.0, above=0)
     """Seconds that a request to the teacher may take."""
+
+    @property
+    def is_forward(self) -> bool:
+        """True if the loss needs the teacher's likeliest tokens at each position."""
+        return self.divergence == "forward_topk"
+
+    def check(self) -> None:
+        if self.is_forward and not self.top_k:
+            raise ValueError(
+                "distillation.divergence=forward_topk is over the teacher's likeliest tokens, but "
+                "distillation.top_k=0: set it to their number, for example 64"
+            )
+        if self.top_k and not self.is_forward:
+            raise ValueError(
+                f"distillation.top_k={self.top_k} has no effect with distillation.divergence="
+                f"{self.divergence}: set that to forward_topk, or remove it"
+            )

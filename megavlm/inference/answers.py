@@ -1,5 +1,6 @@
 """SGLang's answers: pure functions that return the responses in them."""
 
+import base64
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from megavlm.inference.protocol import (
     KeptTokens,
     Response,
     SamplingParams,
+    TeacherLogprobs,
+    TopTokens,
     VersionSpan,
     first_unrouted,
 )
@@ -226,12 +229,12 @@ def _finish(
 
 
 def parse_scores(
-    answer: Any, prompt: "Prompt", responses: Sequence[Response]
-) -> list[npt.NDArray[np.float32]]:
+    answer: Any, prompt: "Prompt", responses: Sequence[Response], top_k: int = 0
+) -> list[TeacherLogprobs]:
     """Return the log-probs of each response in an answer to `score_body`.
 
     Raises MALFORMED for an answer of another form, and RolloutRequestError if the server counts
-    other prompt tokens.
+    other prompt tokens, or does not return the likeliest tokens as arrays.
     """
     found = []
     for item, response in zip(_items(answer, len(responses)), responses, strict=True):
@@ -247,5 +250,26 @@ def parse_scores(
             raise ValueError("log-probs of other tokens")
         if not (np.abs(logprobs) <= LARGEST).all():  # NaN is not either
             raise ValueError("log-probs that are not finite")
-        found.append(logprobs.astype(np.float32))
+        top = _top_tokens(meta, num_tokens, top_k) if top_k else None
+        found.append(TeacherLogprobs(logprobs.astype(np.float32), top))
     return found
+
+
+def _top_tokens(meta: Mapping[str, Any], num_tokens: int, top_k: int) -> TopTokens:
+    name = "input_top_logprobs"
+    if f"{name}_shape" not in meta:
+        raise RolloutRequestError(
+            "distillation.divergence=forward_topk needs the likeliest tokens at each position, but "
+            "the teacher's server does not return them in base64: install SGLang 0.5.23 there, or "
+            "set distillation.divergence=sampled"
+        )
+    values, ids = (
+        np.frombuffer(base64.b64decode(meta[f"{name}_{part}_flat_b64"]), dtype).copy()
+        for part, dtype in (("val", "<f4"), ("idx", "<i4"))
+    )
+    # No token precedes the first one, whose place is null and not in the arrays.
+    if not len(values) == len(ids) == num_tokens * top_k or meta[f"{name}_null_prefix"] != 1:
+        raise ValueError(f"{len(ids)} likeliest tokens of {num_tokens} with {top_k} each")
+    if not np.isfinite(values).all() or (ids < 0).any():
+        raise ValueError("likeliest tokens whose log-probs are not finite")
+    return TopTokens(ids.reshape(-1, top_k), values.reshape(-1, top_k))

@@ -101,12 +101,12 @@ def continue_body(
 
 
 def score_body(
-    prompt: "Prompt", responses: Sequence[Response], encoder: Encoder = IN_BODY
+    prompt: "Prompt", responses: Sequence[Response], encoder: Encoder = IN_BODY, *, top_k: int = 0
 ) -> list[Body]:
     """Return the JSON body of a /generate request for log-probs of responses to a prompt, in
-    parts.
+    parts. top_k: Likeliest tokens that are returned at each position.
     """
-    body = {
+    body: dict[str, Any] = {
         "input_ids": [
             [*prompt.request_ids, *response.token_ids.tolist()] for response in responses
         ],
@@ -116,6 +116,13 @@ def score_body(
         # prompt's last, and the second that of the response's first token.
         "logprob_start_len": len(prompt.token_ids) - 1,
     }
+    if top_k:
+        # Arrays in base64 have a third of the bytes of numbers in JSON.
+        body |= {
+            "top_logprobs_num": top_k,
+            "return_flat_raw_top_logprobs": True,
+            "return_flat_raw_top_logprobs_b64": True,
+        }
     return _with_media(body, _shared_media(prompt, len(responses), encoder))
 
 

@@ -70,6 +70,22 @@ class KeptTokens(NamedTuple):
     ids: npt.NDArray[np.int32]  # [K], token by token
 
 
+class TopTokens(NamedTuple):
+    """A teacher's k likeliest tokens at each of T tokens, with their log-probs in nats."""
+
+    ids: npt.NDArray[np.int32]  # [T, k]
+    logprobs: npt.NDArray[np.float32]  # [T, k]
+
+
+class TeacherLogprobs(NamedTuple):
+    """What a teacher says of a response of T tokens, at temperature 1: the log-prob of each, and
+    its likeliest tokens if it was asked for them.
+    """
+
+    logprobs: npt.NDArray[np.float32]  # [T]
+    top: TopTokens | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Response:
     """One sampled response of T tokens, including its end-of-turn token if it has one.
@@ -82,7 +98,8 @@ class Response:
     the server returned none. teacher_logprobs: Log-prob of each token by a teacher, at temperature
     1; None if it gave none. drafts: Drafts that the server accepted, and the passes in which it
     verified some; (0, 0) without speculative decoding. kept: The tokens that top-p and top-k kept;
-    None for the whole vocabulary.
+    None for the whole vocabulary. teacher_top: The teacher's likeliest tokens; None if it was not
+    asked for them, or gave none.
 
     Example, "I<|im_end|>", of which weights 5 sampled the first token and weights 6 the rest:
         token_ids:      [40, 151645]
@@ -101,6 +118,7 @@ class Response:
     teacher_logprobs: npt.NDArray[np.float32] | None = None  # [T]
     drafts: tuple[int, int] = (0, 0)
     kept: KeptTokens | None = None
+    teacher_top: TopTokens | None = None
 
     @property
     def is_complete(self) -> bool:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import httpx
-import numpy as np
-import numpy.typing as npt
 import orjson
 
 from megavlm.config.distillation import Distillation
@@ -17,7 +15,7 @@ from megavlm.http_client import open_session
 from megavlm.inference.answers import MALFORMED, parse_scores
 from megavlm.inference.bodies import score_body
 from megavlm.inference.errors import RolloutRequestError
-from megavlm.inference.protocol import Response, bearer
+from megavlm.inference.protocol import Response, TeacherLogprobs, bearer
 from megavlm.inference.requests import RequestLimits
 from megavlm.subprocess_pool.failure import CallFailure
 
@@ -39,13 +37,14 @@ class Teacher:
 
     async def logprobs(
         self, prompt: "Prompt", responses: Sequence[Response]
-    ) -> list[npt.NDArray[np.float32]]:
-        """Return the teacher's log-probs of each response to a prompt, at temperature 1.
+    ) -> list[TeacherLogprobs]:
+        """Return the teacher's log-probs of each response to a prompt.
 
         A request is retried after a connection error, a timeout, a 5xx status or a malformed
         answer. Raises CallFailure if all attempts failed or a server refuses the request.
         """
-        body, problem = b"".join(score_body(prompt, responses)), ""
+        top_k = self._settings.top_k
+        body, problem = b"".join(score_body(prompt, responses, top_k=top_k)), ""
         async with self._slots:
             for attempt in range(ATTEMPTS):
                 if attempt:
@@ -53,7 +52,7 @@ class Teacher:
                 url = self._settings.urls[next(self._turn) % len(self._settings.urls)]
                 try:
                     answer = await self._post(f"{url.rstrip('/')}/generate", body)
-                    return parse_scores(answer, prompt, responses)
+                    return parse_scores(answer, prompt, responses, top_k)
                 except (aiohttp.ClientError, TimeoutError, *MALFORMED) as error:
                     problem = f"{url}: {type(error).__name__}: {error}"
                 except RolloutRequestError as error:

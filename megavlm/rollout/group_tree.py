@@ -18,15 +18,20 @@ from megavlm.data.packs.target_tokens import TargetColumns
 from megavlm.data.packs.token_sets import TokenSets
 from megavlm.data.packs.trees import Segment, Tree
 from megavlm.data.processor import Prompt
-from megavlm.inference.protocol import Response
+from megavlm.inference.protocol import Response, TopTokens
 from megavlm.rollout.trajectory import Group, TreePart
 
 
 def group_tree(
-    group: Group, columns: Sequence[TargetColumns], *, replays_routing: bool = False
+    group: Group,
+    columns: Sequence[TargetColumns],
+    *,
+    replays_routing: bool = False,
+    has_teacher_top: bool = False,
 ) -> Tree:
     """Return the calls of a group's episodes as one tree. columns: Columns of each call's response.
     replays_routing: If true, segments have the routed experts that servers returned.
+    has_teacher_top: If true, they have a teacher's likeliest tokens.
 
     A response is a target once, below the prompt that it was sampled for. A prompt shares its
     longest prefix that is in the tree: with earlier calls of its episode and their responses, or
@@ -50,17 +55,28 @@ def group_tree(
             response = responses[call]
             ids = torch.from_numpy(response.token_ids[start:end])
             positions = text[:, prompt.next_position + start : prompt.next_position + end]
-            table, kept = columns[call], None
+            table, kept, teacher = columns[call], None, None
             if response.kept is not None:
                 kept = TokenSets.of(*map(torch.from_numpy, response.kept))
+            if has_teacher_top and response.teacher_top is not None:
+                teacher = _sets_of(response.teacher_top)
             if len(ids) < len(response.token_ids):
-                table = table.select(slice(start, end))
-                kept = kept and kept.select(slice(start, end))
-            segments.append(Segment(ids, positions, parent, True, table, (), its_experts, kept))
+                part = slice(start, end)
+                table = table.select(part)
+                kept, teacher = kept and kept.select(part), teacher and teacher.select(part)
+            segments.append(
+                Segment(ids, positions, parent, True, table, (), its_experts, kept, teacher)
+            )
         else:
             ids, positions = prompt.token_ids[start:end], prompt.positions[:, start:end]
             segments.append(Segment(ids, positions, parent, False, None, images, its_experts))
     return Tree(tuple(segments))
+
+
+def _sets_of(top: TopTokens) -> TokenSets:
+    num_tokens, k = top.ids.shape
+    sizes = torch.full((num_tokens,), k, dtype=torch.int32)
+    return TokenSets.of(sizes, *(torch.from_numpy(part).flatten() for part in top))
 
 
 def _routed_experts(

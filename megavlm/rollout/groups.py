@@ -42,14 +42,16 @@ def policy_trees(
     version: int = 0,
     denominator: float | None = None,
     has_teacher: bool = False,
+    has_teacher_top: bool = False,
 ) -> list[Tree]:
     """Return the trees of one update: one tree per group, with the prompt once and all responses
     with their columns.
 
     max_new_tokens: Token limit of one turn. max_turns: Maximum turns of an episode. version:
     Version of the current weights. denominator: Denominator of the loss, if the update has more
-    groups; see `denominator_of`. has_teacher: If true, the columns have a teacher's log-probs. A
-    skipped episode has zero loss weights, and does not affect the advantages of others.
+    groups; see `denominator_of`. has_teacher: If true, the columns have a teacher's log-probs.
+    has_teacher_top: If true, targets have its likeliest tokens. A skipped episode has zero loss
+    weights, and does not affect the advantages of others.
     """
     if not groups:  # a streamed batch may have none of a minibatch
         return []
@@ -87,7 +89,14 @@ def policy_trees(
     for group in groups:
         end = start + len(group.prompts)
         its_columns = columns[start:end]
-        trees.append(group_tree(group, its_columns, replays_routing=settings.routing_replay))
+        trees.append(
+            group_tree(
+                group,
+                its_columns,
+                replays_routing=settings.routing_replay,
+                has_teacher_top=has_teacher_top,
+            )
+        )
         start = end
     return trees
 
@@ -139,7 +148,8 @@ def rollout_metrics(groups: Sequence[Group], version: int | None = None) -> dict
         total = sum(episode.counts[name] for episode in episodes)
         metrics[f"episode/{name}"] = total / len(episodes)
     sampled = [response for episode in episodes for response in episode.responses]
-    metrics |= staleness_metrics(sampled, version) | draft_metrics(sampled) | kept_metrics(sampled)
+    metrics |= staleness_metrics(sampled, version) | draft_metrics(sampled)
+    metrics |= kept_metrics(sampled) | teacher_metrics(sampled)
     return metrics | _reward_metrics(groups)
 
 
@@ -163,6 +173,22 @@ def kept_metrics(responses: Sequence[Response]) -> dict[str, float]:
         "kept_tokens": float(joined.mean()),
         "kept_tokens_max": float(joined.max()),
         "kept_bytes": float(joined.nbytes + joined.sum() * joined.itemsize),
+    }
+
+
+def teacher_metrics(responses: Sequence[Response]) -> dict[str, float]:
+    """Return the bytes of a teacher's log-probs, and the mean probability that it gives to all but
+    its likeliest tokens. The result is empty without a teacher's likeliest tokens.
+    """
+    known = [r.teacher_top for r in responses if r.teacher_top is not None]
+    if not known:
+        return {}
+    logprobs = np.concatenate([top.logprobs for top in known])
+    rest = 1 - np.exp(logprobs, dtype=np.float64).sum(1)
+    ids_and_logprobs, own = 2 * logprobs.nbytes, 4 * len(logprobs)
+    return {
+        "teacher_bytes": float(ids_and_logprobs + own),
+        "teacher_rest": float(rest.clip(min=0).mean()),
     }
 
 

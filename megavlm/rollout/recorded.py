@@ -8,10 +8,11 @@ does not extend the turn. `logprobs` has values for response tokens only, rounde
 the trainer. `routed_experts` [R, layers, top-k] has the routed experts of all responses, one after
 the other; it is absent from runs without algorithm.routing_replay. `kept_ids` [K] int32 has the
 tokens that rollout.top_p and rollout.top_k kept, `kept_sizes` [N] int32 of them for each response
-token; they are absent where nothing was left out. Images are given as numbers: 0,
-1, ... are the row's images and videos, and -1, -2, ... those that the environment made, with their
-pixels in `pixels.0`, `pixels.1`, ..., and the pictures of images in tiles in `picture.0`,
-`picture.1`, ...
+token; they are absent where nothing was left out. `teacher_logprobs` has the log-probs of scored
+responses by a teacher, and `teacher_top_ids` [K] int32 and `teacher_top_logprobs` its likeliest
+tokens, as many for each response token. Images are given as numbers: 0, 1, ... are the row's images
+and videos, and -1, -2, ... those that the environment made, with their pixels in `pixels.0`,
+`pixels.1`, ..., and the pictures of images in tiles in `picture.0`, `picture.1`, ...
 """
 
 from collections import Counter
@@ -31,7 +32,7 @@ from megavlm.data.media.image_processing import PatchFormat, ProcessedImage
 from megavlm.data.media.videos import ProcessedVideo
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
-from megavlm.inference.protocol import KeptTokens, Response, VersionSpan
+from megavlm.inference.protocol import KeptTokens, Response, TopTokens, VersionSpan
 from megavlm.rewards.base import Score
 from megavlm.rollout.trajectory import Episode, Group
 from megavlm.writing import write_whole
@@ -94,6 +95,9 @@ class ResponseWriter:
             "routes": [],
             "kept_sizes": [],
             "kept_ids": [],
+            "teacher_logprobs": [],
+            "teacher_top_ids": [],
+            "teacher_top_logprobs": [],
         }
 
     def arrays(self) -> dict[str, Tensor]:
@@ -115,6 +119,14 @@ class ResponseWriter:
             self._parts["kept_sizes"].append(response.kept.sizes)
             self._parts["kept_ids"].append(response.kept.ids)
             record["kept"] = len(response.kept.ids)
+        if response.teacher_logprobs is not None:
+            self._parts["teacher_logprobs"].append(response.teacher_logprobs)
+            record["teacher_top"] = 0
+        if response.teacher_top is not None:
+            ids, logprobs = response.teacher_top
+            self._parts["teacher_top_ids"].append(ids.ravel())
+            self._parts["teacher_top_logprobs"].append(logprobs.ravel())
+            record["teacher_top"] = ids.shape[1]
         return record
 
     def _add(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> int:
@@ -130,18 +142,25 @@ class ResponseReader:
         self._taken = Counter[str]()
 
     def response(self, record: Mapping[str, Any]) -> Response:
-        kept = None
+        num_tokens, kept, teacher, top = record["tokens"], None, None, None
         if "kept" in record:
-            sizes = self._take("kept_sizes", record["tokens"])
+            sizes = self._take("kept_sizes", num_tokens)
             kept = KeptTokens(sizes, self._take("kept_ids", record["kept"]))
+        if "teacher_top" in record:
+            teacher = self._take("teacher_logprobs", num_tokens)
+        if k := record.get("teacher_top"):
+            parts = (self._take(f"teacher_top_{x}", k * num_tokens) for x in ("ids", "logprobs"))
+            top = TopTokens(*(part.reshape(num_tokens, k) for part in parts))
         return Response(
-            self._take("token_ids", record["tokens"]),
-            self._take("logprobs", record["tokens"]),
+            self._take("token_ids", num_tokens),
+            self._take("logprobs", num_tokens),
             record["finish"],
             record["weight_version"],
             tuple(VersionSpan(*span) for span in record["spans"]),
             self._take("routes", record["routes"]) if "routes" in record else None,
             kept=kept,
+            teacher_logprobs=teacher,
+            teacher_top=top,
         )
 
     def _take(self, name: str, count: int) -> npt.NDArray[Any]:

@@ -1,6 +1,6 @@
 """Groups of a recorded run (rollout.replay)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megavlm.config.algorithm import PolicyOptimization, replays_routing
@@ -28,7 +28,7 @@ class ReplaySource:
     ) -> Iterator[StreamBatch[Group]]:
         """Yield the recorded step as one batch; the groups that were trained on come first. Raises
         ValueError as RecordedRollouts.load does, and if the step has too few groups or lacks the
-        experts of algorithm.routing_replay.
+        experts of algorithm.routing_replay or the log-probs of a teacher.
         """
         sampler, step, algorithm = self._sampler, version + 1, self._sampler.config.algorithm
         assert isinstance(algorithm, PolicyOptimization)
@@ -48,6 +48,13 @@ class ReplaySource:
                 f"algorithm.routing_replay=true replays experts, but rollout.replay={self._folder} "
                 f"has none in step {step}: record them with routing_replay=true, or set it to false"
             )
+        teacher = sampler.config.distillation
+        if teacher.urls and not _has_scores(groups, teacher.top_k):
+            raise ValueError(
+                f"distillation.urls names a teacher, but rollout.replay={self._folder} has no "
+                f"log-probs of one with distillation.top_k={teacher.top_k} in step {step}: record "
+                "them so, or remove distillation.urls"
+            )
         self.measures = self._stream.measures
         yield StreamBatch(groups[:count], range(count), left_out=groups[count:])
 
@@ -60,3 +67,15 @@ class ReplaySource:
 
     def close(self) -> None:
         self._stream.close()
+
+
+def _has_scores(groups: Sequence[Group], top_k: int) -> bool:
+    """Return True if a response has a teacher's log-probs, with `top_k` likeliest tokens unless that
+    is 0, or if all rewards failed, as they do where a teacher does not answer.
+    """
+    episodes = [e for group in groups for e in group.episodes if e.score.failure is None]
+    responses = [response for episode in episodes for response in episode.responses]
+    if not top_k:
+        return not episodes or any(r.teacher_logprobs is not None for r in responses)
+    tops = [r.teacher_top for r in responses if r.teacher_top is not None]
+    return not episodes or any(top.ids.shape[1] == top_k for top in tops)

@@ -54,9 +54,10 @@ async def ask_teacher(group: Group, teacher: Teacher, rewards: RewardManager, na
                 if episode.score.failure is None:
                     episode.add_group_score(rewards.failed(named))
             return
-        for (episode, turn), logprobs in zip(places, found, strict=True):
-            response = replace(episode.responses[turn], teacher_logprobs=logprobs)
-            episode.responses[turn] = response
+        for (episode, turn), (logprobs, top) in zip(places, found, strict=True):
+            response = episode.responses[turn]
+            scored = replace(response, teacher_logprobs=logprobs, teacher_top=top)
+            episode.responses[turn] = scored
 
     await asyncio.gather(*(ask(*call) for call in calls.items()))
     group.awaits_teacher = False

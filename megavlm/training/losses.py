@@ -103,8 +103,14 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
         if columns.teacher_logprobs is not None:
             known = ~columns.teacher_logprobs.isnan()
             # At other tokens the divergence and its gradient are zero.
-            teacher = columns.teacher_logprobs.where(known, logprobs.detach())
-            teacher_kl = teacher_kl_of(logprobs, teacher, old)
+            if update.distillation.is_forward:
+                divergence = torch.zeros_like(logprobs)
+                if scores.divergence is not None:
+                    divergence = scores.divergence
+                teacher_kl = divergence.where(known, 0.0)
+            else:
+                teacher = columns.teacher_logprobs.where(known, logprobs.detach())
+                teacher_kl = teacher_kl_of(logprobs, teacher, old)
             loss = loss + update.distillation.coefficient * correction * teacher_kl
             measures["kl_teacher"] = teacher_kl.detach().sum()
             signal |= known & (correction != 0)

@@ -87,11 +87,15 @@ SETTINGS: dict[str, GRPO | PPO] = {
         policy_loss="tests.unit.algorithms.own:plain",
     ),
     "a teacher": replace(PLAIN, importance="sequence", importance_cap=1.1),
+    "a teacher's tokens": replace(PLAIN, entropy_coefficient=0.02),
     "kept tokens": replace(PLAIN, entropy_coefficient=0.01, importance="token"),
     "reinforce++ baseline": replace(PLAIN, advantage_estimator="reinforce_plus_plus_baseline"),
     "ppo": PPO(kl_coefficient=0.1, kl_in="reward", critic="shared", lam=0.9, gamma=0.95),
     "ppo by turn": PPO(critic="shared", gae_level="turn", mask_truncated=True),
 }
+
+
+FORWARD = Distillation(coefficient=0.5, divergence="forward_topk", top_k=4)
 
 
 def trees_of(cases: list[Sequences], settings: GRPO | PPO) -> list[Tree]:
@@ -122,18 +126,26 @@ def trees_of(cases: list[Sequences], settings: GRPO | PPO) -> list[Tree]:
             )
             sequence += 1
         trees.append(prompt_tree(case.prompt, case.responses, values))
-    return [*map(with_sets, trees)] if settings is SETTINGS["kept tokens"] else trees
+    if settings is SETTINGS["kept tokens"]:
+        return [with_sets(tree, "kept") for tree in trees]
+    if settings is SETTINGS["a teacher's tokens"]:
+        return [with_sets(tree, "teacher") for tree in trees]
+    return trees
 
 
-def with_sets(tree: Tree) -> Tree:
-    """Return a tree whose targets were sampled among one to four tokens, or among all."""
+def with_sets(tree: Tree, name: str) -> Tree:
+    """Return a tree whose targets have sets of one to four tokens, or none. name: kept or
+    teacher.
+    """
     segments = []
     for segment in tree.segments:
         if segment.is_target:
             sizes = torch.arange(len(segment.token_ids)).remainder(5).int()
             further = segment.token_ids[:, None] + torch.arange(0, 40, 10)
-            ids = [row[:size] for row, size in zip(further % 250, sizes, strict=True)]
-            segment = replace(segment, kept=TokenSets.of(sizes, torch.cat(ids).int()))
+            parts = [row[:size] for row, size in zip(further % 250, sizes, strict=True)]
+            ids = torch.cat(parts).int()
+            logprobs = None if name == "kept" else -1.5 - (ids % 7) / 2
+            segment = replace(segment, **{name: TokenSets.of(sizes, ids, logprobs)})
         segments.append(segment)
     return Tree(tuple(segments))
 
@@ -188,7 +200,7 @@ class Model:
                 reference_logprobs=given.logprobs + 0.3 * (3 * drawn).sin(),
                 values=given.values + 0.6 * (2 * drawn).cos(),
                 teacher_logprobs=(given.logprobs + 0.4 * (4 * drawn).sin()).where(drawn < 1, NAN)
-                if settings is SETTINGS["a teacher"]
+                if settings in (SETTINGS["a teacher"], SETTINGS["a teacher's tokens"])
                 else None,
             )
         in_reward, over_all = settings.kl_in == "reward", summing(mesh.groups.dp_cp)
@@ -209,7 +221,9 @@ class Model:
         given = Update(
             kl_coefficient=settings.kl_coefficient,
             reduce=summing(self.mesh.groups.cp),
-            distillation=Distillation(coefficient=0.5),
+            distillation=FORWARD
+            if settings is SETTINGS["a teacher's tokens"]
+            else Distillation(coefficient=0.5),
         )
         policy = policy_loss(settings, given)
         if isinstance(settings, PPO):
@@ -273,40 +287,54 @@ def test_a_batch_may_be_cut_in_any_way(
             assert difference <= 1e-5 * max(np.abs(gradient).max(), 1e-3), (name, parameter)
 
 
-def among_kept(folder: Path, ranks: Ranks) -> tuple[list[Tensor], float]:
-    """Return the place of each target that this rank scores with its log-prob, and the norm of the
-    gradient of log-probs and entropies.
+def with_token_sets(folder: Path, ranks: Ranks, name: str) -> tuple[list[Tensor], float]:
+    """Return the place of each target that this rank scores, with its log-prob and its divergence
+    from a teacher, and the norm of the gradient of log-probs, entropies and divergences.
     """
     run = Model(folder, ranks)
-    trees = trees_of(run.cases, SETTINGS["kept tokens"])
+    trees = trees_of(run.cases, SETTINGS[name])
     vision = (run.config.image_token_id, run.config.video_token_id)
     whole = make_pack(trees, vision_token_ids=vision, context_size=run.mesh.layout.context)
     pack = whole.part(run.mesh.context_rank)
     scores = compute_logprobs(run.chunks, [pack], run.features(), Scoring(temperature=0.7))
+    assert all(x.divergence is None for x in scores)
     weights = torch.linspace(-1, 1, len(whole.target_ids))[pack.target_index]
+    divergences = []
 
     def loss(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
         total = (scores.logprobs * weights).sum() + (scores.entropy * weights.square()).sum()
+        if scores.divergence is not None:
+            total = total + (scores.divergence * weights.exp()).sum()
+            divergences.append(scores.divergence.detach())
         return total, {"tokens": total.detach()}
 
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
     forward_backward(run.chunks, [pack], run.features(), Scoring(temperature=0.7), loss)
-    return [pack.target_index, *(x.logprobs for x in scores)], gradient_norm(run.chunks)
+    found = [pack.target_index, *(x.logprobs for x in scores), *divergences]
+    return found, gradient_norm(run.chunks)
 
 
+@pytest.mark.parametrize("name", ["kept tokens", "a teacher's tokens"])
 @pytest.mark.parametrize("layout", ["TP2", *slow("TP2xPP2", "PP2xCP2", "TP2xCP2")])
-def test_log_probs_among_kept_tokens_are_those_of_one_rank(folder: Path, layout: str) -> None:
-    (((_, expected), norm),) = launch(1, among_kept, folder, LAYOUTS["one rank"])
-    seen = np.zeros(len(expected), bool)
+def test_scores_with_token_sets_are_those_of_one_rank(folder: Path, layout: str, name: str) -> None:
+    (((_, *expected), norm),) = launch(1, with_token_sets, folder, LAYOUTS["one rank"], name)
+    assert len(expected) == 1 + (name != "kept tokens")
+    seen = np.zeros(len(expected[0]), bool)
     for (index, *scores), found in launch(
-        LAYOUTS[layout].world_size, among_kept, folder, LAYOUTS[layout]
+        LAYOUTS[layout].world_size, with_token_sets, folder, LAYOUTS[layout], name
     ):
         assert found == pytest.approx(norm, rel=1e-5)
-        for logprobs in scores:  # none on early stages
-            np.testing.assert_allclose(logprobs, expected[index], rtol=0, atol=1e-5)
+        if scores:  # none on early stages
             seen[index] = True
-    assert seen.all() and 0.05 < (expected == 0).mean() < 0.5  # of sets of one token
+            for values, wanted in zip(scores, expected, strict=True):
+                np.testing.assert_allclose(values, wanted[index], rtol=0, atol=1e-5)
+    assert seen.all()
+    if name == "kept tokens":
+        assert 0.05 < (expected[0] == 0).mean() < 0.5  # of sets of one token
+    else:
+        assert 0.1 < (expected[1] == 0).mean() < 0.5  # that the teacher gave no tokens for
+        assert expected[1].max() > 1
 
 
 def test_the_settings_use_what_they_are_there_for(one_pack: dict[str, Any]) -> None:

@@ -37,5 +37,7 @@ def plain(response: Response) -> tuple[Any, ...]:
         else (response.routed_experts.tolist(), response.routed_experts.dtype)
     )
     kept = () if response.kept is None else tuple(part.tolist() for part in response.kept)
+    teacher = () if response.teacher_logprobs is None else (response.teacher_logprobs.tolist(),)
+    top = () if response.teacher_top is None else tuple(x.tolist() for x in response.teacher_top)
     known = response.finish, response.weight_version, response.spans
-    return ids, logprobs, *known, *routed_experts, *kept
+    return ids, logprobs, *known, *routed_experts, *kept, *teacher, *top

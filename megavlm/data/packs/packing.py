@@ -59,6 +59,7 @@ class Pack:
     target_index: Tensor  # [n] int64: index of each held target among the pack's N
     columns: TargetColumns | None  # [n]; None if no policy sampled the targets
     kept: TokenSets | None  # [n]; an empty set, or None for all, is the whole vocabulary
+    teacher: TokenSets | None  # [n], a teacher's likeliest tokens; None without any
     num_sequences: int  # above every sequence id of the columns, the same on all context ranks
 
     vision_index: Tensor  # [m] int64: held tokens that image features replace, ascending
@@ -111,6 +112,7 @@ class Pack:
             target_index=target_index,
             columns=self.columns and self.columns.select(target_index),
             kept=self.kept and self.kept.select(target_index),
+            teacher=self.teacher and self.teacher.select(target_index),
             vision_index=vision_index,
             vision_runs=_runs(vision_index),
             feature_index=feature_index,
@@ -204,9 +206,8 @@ class _Forest:
             if name.startswith((COLUMN, SEGMENT_COLUMN))
         }
         self._columns = TargetColumns(**columns) if columns else None
-        self._kept = None
-        if "kept_ids" in arrays:
-            self._kept = TokenSets.of(arrays["kept_sizes"], arrays["kept_ids"])
+        self._kept = TokenSets.from_arrays("kept", arrays)
+        self._teacher = TokenSets.from_arrays("teacher", arrays)
         self._routed_experts = None
         if "routes" in arrays:
             counts, routed_experts = arrays["num_routes"].long(), arrays["routes"]
@@ -246,7 +247,7 @@ class _Forest:
         target_ids = token_ids[target]
         targets, num_sequences = _between(self._targets_before, segments), 1
         columns = self._columns and self._columns.select(targets)
-        kept = self._kept and self._kept.select(targets)
+        kept, teacher = (sets and sets.select(targets) for sets in (self._kept, self._teacher))
         if columns is not None:
             num_sequences = int(columns.sequence_ids.max()) + 1 if len(target_ids) else 1
         routed_experts = self._routed_experts
@@ -269,6 +270,7 @@ class _Forest:
             target_index=torch.arange(len(target_ids)),
             columns=columns,
             kept=kept if kept is not None and len(kept.ids) else None,
+            teacher=teacher if teacher is not None and len(teacher.ids) else None,
             num_sequences=num_sequences,
             vision_index=vision_index,
             vision_runs=_runs(vision_index),

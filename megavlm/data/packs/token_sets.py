@@ -2,7 +2,7 @@
 teacher's likeliest tokens with their log-probs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,22 @@ class TokenSets:
         logprobs = [part.logprobs for part in known if part.logprobs is not None]
         ids = torch.cat([part.ids for part in known])
         return cls.of(torch.cat(sizes), ids, torch.cat(logprobs) if logprobs else None)
+
+    @staticmethod
+    def to_arrays(name: str, sets: "TokenSets | None") -> dict[str, Tensor]:
+        """Return the arrays of a column `name` of sets; none if there are none."""
+        if sets is None:
+            return {}
+        arrays = {f"{name}_sizes": sets.sizes, f"{name}_ids": sets.ids}
+        return arrays if sets.logprobs is None else {**arrays, f"{name}_logprobs": sets.logprobs}
+
+    @classmethod
+    def from_arrays(cls, name: str, arrays: Mapping[str, Tensor]) -> "TokenSets | None":
+        """Return the sets of `to_arrays`."""
+        if f"{name}_ids" not in arrays:
+            return None
+        logprobs = arrays.get(f"{name}_logprobs")
+        return cls.of(arrays[f"{name}_sizes"], arrays[f"{name}_ids"], logprobs)
 
     def select(self, index: Tensor | slice) -> "TokenSets":
         """Return the sets of the targets that `index` selects: a slice, or int64 positions."""

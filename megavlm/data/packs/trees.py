@@ -37,6 +37,7 @@ class Segment:
     images: tuple[str, ...] = ()  # keys of the images that its tokens stand for, in order
     routed_experts: Tensor | None = None  # [R, layers, top-k], of its first R tokens
     kept: TokenSets | None = None  # [S], of a target; None: sampled from the whole vocabulary
+    teacher: TokenSets | None = None  # [S], of a target; None: a teacher gave no tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,9 +223,10 @@ def trees_to_arrays(
         counts = [0 if s.routed_experts is None else len(s.routed_experts) for s in segments]
         arrays["num_routes"] = torch.tensor(counts, dtype=torch.int32)
         arrays["routes"] = torch.cat(known)
-    kept = TokenSets.joined([s.kept for s in targets], [len(s.token_ids) for s in targets])
-    if kept is not None:
-        arrays |= {"kept_sizes": kept.sizes, "kept_ids": kept.ids}
+    lengths = [len(s.token_ids) for s in targets]
+    kept = TokenSets.joined([s.kept for s in targets], lengths)
+    teacher = TokenSets.joined([s.teacher for s in targets], lengths)
+    arrays |= TokenSets.to_arrays("kept", kept) | TokenSets.to_arrays("teacher", teacher)
     parts = [segment.columns for segment in targets if segment.columns is not None]
     assert len(parts) in (0, len(targets)), "all targets have columns, or none has"
     columns = parts[0] if parts else columns

@@ -189,7 +189,7 @@ class VisionLanguageModel(MegatronModule):
 
     def _score(self, hidden: Tensor, pack: Pack, scoring: Scoring | None) -> Tensor | TokenScores:
         empty = hidden.new_zeros(0, dtype=torch.float32)
-        logprobs = entropy = values = empty
+        logprobs, entropy, values, divergence = empty, empty, empty, None
         if self.value_head is not None:
             values = self.value_head(hidden)
         if self.language_model.post_process:
@@ -199,15 +199,16 @@ class VisionLanguageModel(MegatronModule):
             weight = self.language_model.output_weight()
             if scoring is None:
                 return hidden @ weight.t()
-            logprobs, entropy = token_scores(
+            logprobs, entropy, divergence = token_scores(
                 hidden,
                 weight,
                 pack.target_ids,
                 scoring=scoring,
                 group=self._tensor_group,
                 kept=pack.kept,
+                teacher=pack.teacher,
             )
-        return TokenScores(logprobs, entropy, values)
+        return TokenScores(logprobs, entropy, values, divergence)
 
     @property
     def _tensor_group(self) -> dist.ProcessGroup:

@@ -1,5 +1,5 @@
-"""Forward KL divergence of the policy from a teacher, over the teacher's k likeliest tokens with all
-other tokens as one bucket. Shapes: C targets in a chunk, V vocabulary of this rank.
+"""Forward KL divergence of the policy from a teacher, over the teacher's k likeliest tokens, with
+all other tokens as one bucket. Shapes: C targets in a chunk, V vocabulary of this rank.
 
 With p the teacher's probabilities, q the policy's, K the teacher's tokens, and p(rest) and q(rest)
 the probabilities of all other tokens together:

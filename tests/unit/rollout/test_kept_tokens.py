@@ -1,4 +1,6 @@
-"""Tokens that top-p and top-k kept, on their way from a server's answer to a rank's packs."""
+"""Tokens that top-p and top-k kept, on their way from a server's answer to a rank's packs, and a
+teacher's likeliest tokens on the same way.
+"""
 
 import json
 from dataclasses import replace
@@ -15,7 +17,7 @@ from megavlm.data.processor import Processor
 from megavlm.inference.answers import parse_continue, parse_generate
 from megavlm.inference.bodies import continue_body, generate_body
 from megavlm.inference.errors import RolloutRequestError
-from megavlm.inference.protocol import KeptTokens, Response, SamplingParams
+from megavlm.inference.protocol import KeptTokens, Response, SamplingParams, TopTokens
 from megavlm.rollout.backlog import backlog_state, restored_groups
 from megavlm.rollout.group_tree import group_tree
 from megavlm.rollout.groups import kept_metrics
@@ -42,7 +44,19 @@ def set_of(token: int, place: int) -> list[int]:
 def with_sets(response: Response) -> Response:
     sets = [set_of(token, place) for place, token in enumerate(response.token_ids.tolist())]
     ids = np.array([token for kept in sets for token in kept], np.int32)
-    return replace(response, kept=KeptTokens(np.array([*map(len, sets)], np.int32), ids))
+    top = top_of(response.token_ids, np.arange(len(sets)))
+    return replace(
+        response,
+        kept=KeptTokens(np.array([*map(len, sets)], np.int32), ids),
+        teacher_logprobs=top.logprobs[:, 0],
+        teacher_top=top,
+    )
+
+
+def top_of(tokens: Any, places: Any) -> TopTokens:
+    """Return a teacher's two tokens for each token at a place; their log-probs tell places apart."""
+    ids = np.stack([tokens, tokens + 3], 1).astype(np.int32)
+    return TopTokens(ids, -(ids + np.stack([places, places], 1) / 100).astype(np.float32))
 
 
 def as_lists(sets: TokenSets | None) -> list[list[int]]:
@@ -123,13 +137,13 @@ def group_with_sets(processor: Processor) -> Group:
     for episode in group.episodes:
         episode.responses[:] = map(with_sets, episode.responses)
     last = group.episodes[-1].responses
-    last[-1] = replace(last[-1], kept=None)
+    last[-1] = replace(last[-1], kept=None, teacher_top=None)
     return group
 
 
 def tree_of(group: Group) -> Tree:
     sizes = [len(r.token_ids) for episode in group.episodes for r in episode.responses]
-    return group_tree(group, [columns(size) for size in sizes])
+    return group_tree(group, [columns(size) for size in sizes], has_teacher_top=True)
 
 
 def test_each_target_has_its_own_set(processor: Processor) -> None:
@@ -138,6 +152,7 @@ def test_each_target_has_its_own_set(processor: Processor) -> None:
     for segment in found.segments:
         if not segment.is_target or segment.kept is None:
             without += segment.is_target
+            assert segment.teacher is None
             continue
         above, first = found.segments[segment.parent], 0
         if above.is_target and above.kept is not None and len(above.token_ids) % 4:
@@ -145,6 +160,10 @@ def test_each_target_has_its_own_set(processor: Processor) -> None:
             first = len(above.token_ids)
         tokens = segment.token_ids.tolist()
         assert as_lists(segment.kept) == [set_of(t, i) for i, t in enumerate(tokens, first)]
+        top = top_of(segment.token_ids.numpy(), np.arange(first, first + len(tokens)))
+        assert segment.teacher is not None
+        for found_values, values in zip(segment.teacher.table(), top, strict=True):
+            assert found_values.tolist() == values.tolist()
     assert num_cut and without == 1
 
 
@@ -157,8 +176,12 @@ def test_a_rank_gets_the_sets_of_its_targets(context_size: int) -> None:
             if number != 2:
                 sets = [set_of(1, place) for place in range(len(segment.token_ids))]
                 ids = torch.tensor([token for kept in sets for token in kept], dtype=torch.int32)
-                kept = TokenSets.of(torch.tensor([*map(len, sets)], dtype=torch.int32), ids)
-            segments.append(replace(segment, kept=kept if segment.is_target else None))
+                logprobs = torch.arange(len(ids)) / -8
+                kept = TokenSets.of(
+                    torch.tensor([*map(len, sets)], dtype=torch.int32), ids, logprobs
+                )
+            kept = kept if segment.is_target else None
+            segments.append(replace(segment, kept=kept, teacher=kept))
         return Tree(tuple(segments))
 
     trees = [[tree_with_sets(4, [3, 2], "a"), tree_with_sets(5, [4], "b")], [tree(4, [2], "c")]]
@@ -168,12 +191,20 @@ def test_a_rank_gets_the_sets_of_its_targets(context_size: int) -> None:
         assert all(pack.kept is None for pack in plain_packs)
         for pack in packs:
             assert pack.columns is not None and pack.kept is not None
+            assert as_lists(pack.teacher) == as_lists(pack.kept)
+            assert pack.teacher is not None and pack.teacher.logprobs is not None
             places = pack.columns.rewards.int().tolist()  # of a token in its response
             numbers = pack.columns.sequence_ids.tolist()
-            for place, number, kept in zip(places, numbers, as_lists(pack.kept), strict=True):
+            logprobs = pack.teacher.logprobs.split(pack.teacher.sizes.tolist())
+            for place, number, kept, values in zip(
+                places, numbers, as_lists(pack.kept), logprobs, strict=True
+            ):
                 assert kept == ([] if number else set_of(1, place))
+                before = sum(len(set_of(1, earlier)) for earlier in range(place))
+                assert values.tolist() == [(before + i) / -8 for i in range(len(kept))]
                 seen += 1
-            assert pack.to("meta").kept.ids.is_meta  # type: ignore[union-attr]
+            moved = pack.to("meta").teacher
+            assert moved is not None and moved.ids.is_meta and moved.logprobs.is_meta  # type: ignore[union-attr]
     assert seen == 3 + 2 + 4
 
 
@@ -181,6 +212,17 @@ def test_sets_of_each_chunk_have_its_rows() -> None:
     sets = TokenSets.of(torch.tensor([2, 0, 1, 3]).int(), torch.tensor([5, 6, 7, 8, 9, 5]).int())
     chunks = [(rows.tolist(), ids.tolist()) for rows, ids in sets.chunks(2, first=6)]
     assert chunks == [([0, 0], [-1, 0]), ([0, 1, 1, 1], [1, 2, 3, -1])]
+
+
+def test_a_table_of_a_teachers_sets_is_filled_up() -> None:
+    sizes, ids = torch.tensor([2, 0, 1]).int(), torch.tensor([5, 6, 7]).int()
+    table = TokenSets.of(sizes, ids, torch.tensor([-1.0, -2.0, -3.0])).table()
+    assert table[0].tolist() == [[5, 6], [-1, -1], [7, -1]]
+    assert table[1].exp().tolist() == [
+        [*torch.tensor([-1.0, -2.0]).exp()],
+        [0, 0],
+        [*torch.tensor([-3.0, -1e30]).exp()],
+    ]
 
 
 def test_a_checkpoint_keeps_the_sets_of_open_groups(processor: Processor) -> None:

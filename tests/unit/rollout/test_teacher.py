@@ -1,12 +1,15 @@
 """A teacher's log-probs of played episodes: which responses it scores, and what failures do."""
 
 import asyncio
+import base64
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,18 +21,20 @@ from megavlm.inference.requests import RequestLimits
 from megavlm.inference.teacher import Teacher
 from megavlm.rewards.base import RewardStop
 from megavlm.rewards.manager import Part, RewardManager
-from megavlm.rollout.groups import policy_trees
+from megavlm.rollout.groups import policy_trees, rollout_metrics
 from megavlm.rollout.trajectory import Group
 from tests.support.timeouts import scaled
 from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner
 
+SAMPLED, FORWARD = Distillation(), Distillation(divergence="forward_topk", top_k=3)
 TWO_TURNS: dict[str, Any] = {"max_turns": 2, "max_observation_tokens": 64}
 TEXTS = ("5", "3", "4", "3", "1")  # the first and the third episode try again
 
 
 class Server(ThreadingHTTPServer):
-    """Answers as SGLang does: a token's log-prob is its negative id over 100. statuses: Of the next
-    answers; afterwards all are 200. spoils: Changes an answer.
+    """Answers as SGLang does: a token's log-prob is its negative id over 100, and the likeliest
+    tokens are those after it, of log-probs -1, -2, ... statuses: Of the next answers; afterwards
+    all are 200. spoils: Changes an answer.
     """
 
     def __init__(self) -> None:
@@ -62,10 +67,28 @@ class Handler(BaseHTTPRequestHandler):
         more = self.server.num_images  # tokens of images, of which a request has one
         tokens = ids[body["logprob_start_len"] - more :]
         scored = [[None, tokens[0], None], *([-t / 100, t, None] for t in tokens[1:])]
-        return {"meta_info": {"prompt_tokens": len(ids) + more, "input_token_logprobs": scored}}
+        meta = {"prompt_tokens": len(ids) + more, "input_token_logprobs": scored}
+        if k := body.get("top_logprobs_num", 0):
+            assert body["return_flat_raw_top_logprobs"] and body["return_flat_raw_top_logprobs_b64"]
+            likeliest = np.array(tokens[1:], np.int32)[:, None] + np.arange(1, k + 1)
+            name, logprobs = (
+                "input_top_logprobs",
+                np.broadcast_to(-np.arange(1, k + 1), (len(likeliest), k)),
+            )
+            meta |= {
+                f"{name}_shape": [len(likeliest), k],
+                f"{name}_null_prefix": 1,
+                f"{name}_idx_flat_b64": encoded(likeliest, "<i4"),
+                f"{name}_val_flat_b64": encoded(logprobs, "<f4"),
+            }
+        return {"meta_info": meta}
 
     def log_message(self, *_: Any) -> None:
         pass
+
+
+def encoded(values: np.ndarray, dtype: str) -> str:
+    return base64.b64encode(values.astype(dtype).tobytes()).decode()
 
 
 @pytest.fixture
@@ -92,9 +115,14 @@ def make(**settings: Any) -> RewardManager:
 
 
 def played(
-    processor: Processor, manager: RewardManager, server: Server, *, trained: bool = True
+    processor: Processor,
+    manager: RewardManager,
+    server: Server,
+    settings: Distillation = SAMPLED,
+    *,
+    trained: bool = True,
 ) -> Group:
-    teacher = Teacher(Distillation(urls=(server.url,)))
+    teacher = Teacher(replace(settings, urls=(server.url,)))
     playing = episode_runner(processor, manager, "vqa_retry", teacher=teacher, **TWO_TURNS)
     group = Group(processor.prompt(ROW))
     if trained:
@@ -122,6 +150,58 @@ def test_each_response_of_several_turns_is_scored(
     for segment in targets:
         assert segment.columns is not None and segment.columns.teacher_logprobs is not None
         torch.testing.assert_close(segment.columns.teacher_logprobs, -segment.token_ids / 100)
+
+
+def test_each_token_has_the_likeliest_tokens_at_its_place(
+    processor: Processor, manager: RewardManager, server: Server
+) -> None:
+    group = played(processor, manager, server, FORWARD)
+    how: dict[str, Any] = {"max_new_tokens": 32, "max_turns": 2, "has_teacher": True}
+    (tree,) = policy_trees([group], GRPO(), has_teacher_top=True, **how)
+    for segment in tree.segments:
+        if not segment.is_target:
+            assert segment.teacher is None
+            continue
+        assert segment.teacher is not None and segment.teacher.logprobs is not None
+        assert segment.teacher.sizes.tolist() == [3] * len(segment.token_ids)
+        likeliest = segment.token_ids[:, None] + torch.arange(1, 4)
+        assert segment.teacher.ids.tolist() == likeliest.flatten().tolist()
+        assert segment.teacher.logprobs.tolist() == [-1, -2, -3] * len(segment.token_ids)
+    (without,) = policy_trees([group], GRPO(), **how)
+    assert all(segment.teacher is None for segment in without.segments)
+    num_tokens = sum(len(r.token_ids) for e in group.episodes for r in e.responses)
+    expected = {
+        "teacher_bytes": 4 * num_tokens + 8 * 3 * num_tokens,
+        "teacher_rest": 1 - np.exp([-1.0, -2.0, -3.0]).sum(),
+    }
+    metrics = rollout_metrics([group])
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("idx_flat_b64", encoded(np.zeros(2), "<i4"), "likeliest tokens of"),
+        ("val_flat_b64", None, "TypeError"),
+        ("null_prefix", 0, "likeliest tokens of"),
+        ("shape", None, r"set distillation\.divergence=sampled"),
+    ],
+)
+def test_other_likeliest_tokens_are_no_answer(
+    processor: Processor, server: Server, key: str, value: Any, problem: str
+) -> None:
+    def spoiled(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for item in items:
+            if key == "shape":
+                del item["meta_info"]["input_top_logprobs_shape"]
+            else:
+                item["meta_info"][f"input_top_logprobs_{key}"] = value
+        return items
+
+    stops, server.spoils = make(on_failure="stop"), spoiled
+    with pytest.raises(RewardStop, match=problem):
+        played(processor, stops, server, FORWARD)
+    asyncio.run(stops.close())
 
 
 def test_an_evaluation_asks_no_teacher(

@@ -277,3 +277,36 @@ def test_a_teacher_pulls_each_token_by_the_difference_of_log_probs(estimator: An
     torch.testing.assert_close(gradient, expected)
     assert loss > 0 and loss == pytest.approx(0.5 * measures["kl_teacher"] / N)
     assert measures["signal"] == N - 1
+
+
+def test_the_forward_divergence_from_a_teacher_is_part_of_the_loss() -> None:
+    """Times the importance weight, and not at a token that the teacher did not score."""
+    c = columns()
+    teacher, divergence = torch.zeros(N), c["entropy"].square().requires_grad_()
+    teacher[3] = torch.nan
+    settings = GRPO(kl_coefficient=0, importance_cap=1.1)
+    given = {
+        "loss_weights": torch.full((N,), 1 / N),
+        "sequence_ids": c["sequence_ids"],
+        "advantages": ZERO,
+        "rollout_logprobs": c["old"] + c["rollout"],
+        "old_logprobs": c["old"],
+        "teacher_logprobs": teacher,
+    }
+    pack: Any = Targets(given)
+    forward = Distillation(coefficient=0.5, divergence="forward_topk", top_k=4)
+    scores = TokenScores(c["logprobs"], c["entropy"], torch.empty(0), divergence)
+    loss_of = policy_loss(settings, Update(kl_coefficient=0, distillation=forward))
+    loss, measures = loss_of(pack, scores)
+    loss.backward()
+    importance = (-c["rollout"]).exp().clamp(max=1.1)
+    expected = 0.5 * importance / N
+    expected[3] = 0
+    assert divergence.grad is not None
+    torch.testing.assert_close(divergence.grad, expected)
+    torch.testing.assert_close(loss, (expected * divergence).sum())
+    known = divergence.detach().where(~teacher.isnan(), 0.0)
+    torch.testing.assert_close(measures["kl_teacher"], known.sum())
+    assert measures["signal"] == N - 1
+    without, measures = loss_of(pack, replace(scores, divergence=None))
+    assert without == 0 == measures["kl_teacher"], "a pack that the teacher gave no tokens for"
