@@ -22,20 +22,20 @@ class Distillation(Section):
     only the teacher, set `reward.name` to zero and `algorithm.kl_coefficient` to 0."""
 
     divergence: Literal["sampled", "forward_topk"] = "sampled"
-    """Divergence that the loss has. `sampled` is the reverse KL divergence, estimated at the sampled
+    """Divergence in the loss. `sampled` is the reverse KL divergence, estimated from each sampled
     token (`distillation.kl_estimator`). `forward_topk` is the forward one at each token: the sum of
-    p log(p / q) over the teacher's `distillation.top_k` likeliest tokens, with all other tokens as
-    one, where p is the teacher's probability and q the policy's (arXiv 2306.13649, section 3)."""
+    p log(p / q) over the teacher's `distillation.top_k` likeliest tokens, with all others as one,
+    where p is the teacher's probability and q the policy's (arXiv 2306.13649, section 3)."""
 
     top_k: int = bounded(0, least=0)
     """Tokens of the teacher at each position with `distillation.divergence: forward_topk`, which
-    needs a value: 8 bytes each in memory, and 11 from the server. The metric `teacher_rest` is the
-    probability of all others."""
+    needs a value. A token has 8 bytes in memory and 11 in the server's answer. The metric
+    `teacher_rest` is the probability of all others."""
 
     kl_estimator: Literal["k2", "k3", "unbiased"] = "unbiased"
-    """Estimator of the KL divergence per sampled token, as in `algorithm.kl_estimator`, with the teacher in
-    place of the reference. The gradient of k2 and unbiased is that of the KL divergence at each
-    token, where unbiased also holds after updates; k3 has another one."""
+    """Estimator of the KL divergence per sampled token, as in `algorithm.kl_estimator`, with the
+    teacher in place of the reference. The gradient of k2 and unbiased is that of the KL divergence
+    at each token, where unbiased also holds after updates; k3 has another one."""
 
     concurrency: int = bounded(32, least=1)
     """Requests in flight to the teacher. A request has the responses to one prompt."""

@@ -70,8 +70,8 @@ class ReplaySource:
 
 
 def _has_scores(groups: Sequence[Group], top_k: int) -> bool:
-    """Return True if a response has a teacher's log-probs, with `top_k` likeliest tokens unless that
-    is 0, or if all rewards failed, as they do where a teacher does not answer.
+    """Return True if a response has a teacher's log-probs (with `top_k`, so many likeliest tokens),
+    or if all rewards failed, as they do where a teacher does not answer.
     """
     episodes = [e for group in groups for e in group.episodes if e.score.failure is None]
     responses = [response for episode in episodes for response in episode.responses]

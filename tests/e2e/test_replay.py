@@ -10,6 +10,8 @@ import torch
 
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
+from megavlm.inference.server_process import API_KEY
+from megavlm.inference.teacher import API_KEY as TEACHER_KEY
 from tests.e2e.conftest import Running, World
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("runs")]
@@ -34,8 +36,8 @@ OF_TRAINING = (
 )  # fmt: skip
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    reader = StepReader(step_folder(folder / "checkpoints", GRPO["steps"]))
+def weights(folder: Path, step: int = GRPO["steps"]) -> dict[str, torch.Tensor]:
+    reader = StepReader(step_folder(folder / "checkpoints", step))
     return {key: reader.read(key) for key in reader.tensors if key.startswith("language_model.")}
 
 
@@ -144,3 +146,44 @@ def test_a_policy_run_that_stops_and_resumes_is_the_run_again(
     assert [values(r) for r in world.metrics("replayed_on_two")[2:]] == [
         values(r) for r in world.metrics("resumed")
     ]
+
+
+@pytest.mark.slow
+def test_a_replay_with_a_teacher_is_the_run_again(world: World, running: Running) -> None:
+    """The policy's own server is the teacher. The replay asks none: its key is wrong."""
+    distillation = {
+        "urls": running.rollout["urls"],
+        "divergence": "forward_topk",
+        "top_k": 16,
+        "coefficient": 0.1,
+    }
+    sections: dict[str, Any] = {
+        **SECTIONS,
+        "algorithm": {**GRPO, "steps": 2, "kl_coefficient": 0},
+        "distillation": distillation,
+    }
+    recipe = world.recipe(
+        "taught", **sections, run={"record_rollouts": True}, rollout=running.rollout
+    )
+    keys = running.keys | {TEACHER_KEY: running.keys[API_KEY]}
+    done = world.megavlm("train", recipe, **keys)
+    assert done.returncode == 0, done.stderr
+    again = world.recipe(
+        "taught_again", **sections, rollout={"replay": str(world.root / "taught/rollouts")}
+    )
+    done = world.megavlm("train", again, **{TEACHER_KEY: "wrong"})
+    assert done.returncode == 0, done.stderr
+    before, after = (weights(world.root / name, step=2) for name in ("taught", "taught_again"))
+    assert before.keys() == after.keys() and len(before) > 5
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    ours, theirs = world.metrics("taught_again"), world.metrics("taught")
+    assert [values(record) for record in ours] == [values(record) for record in theirs]
+    assert ours[0]["kl_teacher"] < 1e-5 and ours[1]["teacher_bytes"] > 0
+    assert 0 < ours[0]["teacher_rest"] < 1
+    without = world.recipe(
+        "taught_otherwise",
+        **sections | {"distillation": distillation | {"top_k": 17}},
+        rollout={"replay": str(world.root / "taught/rollouts")},
+    )
+    done = world.megavlm("train", without)
+    assert "has no log-probs of one with distillation.top_k=17 in step 1" in done.stderr

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 
 from megavlm.config.algorithm import PPO
+from megavlm.config.distillation import Distillation
 from megavlm.data.packs.packing import Pack
 from megavlm.data.packs.token_sets import TokenSets
 from megavlm.data.processor import ProcessedImage
@@ -44,6 +45,8 @@ pytestmark = pytest.mark.distributed
 DEVICE = torch.device("meta")
 SCORING = Scoring(temperature=0.7, suppressed_ids=(3, 5))
 SETTINGS = PPO(critic="shared", importance="token", reject_below=0.5, entropy_coefficient=0.1)
+
+FORWARD = Distillation(divergence="forward_topk", top_k=1)
 
 
 def as_on_a_gpu() -> None:
@@ -79,13 +82,15 @@ def one_pass(model: VisionLanguageModel, pack: Pack, images: list[ProcessedImage
     features = {image.key: x for image, x in zip(images, rows, strict=True)}
     assert all(x.dtype == torch.bfloat16 and x.device == DEVICE for x in features.values())
     scores = model(pack, features, SCORING)
-    for column in (scores.logprobs, scores.entropy, scores.values):
+    for column in (scores.logprobs, scores.entropy, scores.values, scores.divergence):
+        assert column is not None
         assert column.shape == (pack.num_targets,)
         assert column.dtype == torch.float32 and column.device == DEVICE
     given = scores.logprobs.detach()
     assert pack.columns is not None
-    pack.columns = replace(pack.columns, values=given, returns=given, advantages=given)
-    policy = policy_loss(SETTINGS, Update(kl_coefficient=0.0))
+    columns = replace(pack.columns, values=given, returns=given, advantages=given)
+    pack.columns = replace(columns, teacher_logprobs=given)
+    policy = policy_loss(SETTINGS, Update(kl_coefficient=0.0, distillation=FORWARD))
     loss, measures = with_value_loss(SETTINGS, policy, critic_alone=False)(pack, scores)
     assert loss.dtype == torch.float32
     for number in (loss, *measures.values()):  # sums of which variances are taken are in float64
@@ -105,7 +110,10 @@ def step(folder: Path, backend: str) -> list[str]:
     (model,) = build_model(inputs.config, build_mesh(ranks.mesh), options)
     cases = inputs.sequences("mixed")
     (pack,) = packs_of([cases], inputs.config, ranks)
-    pack = replace(pack, kept=TokenSets.of(torch.ones(pack.num_targets).int(), pack.target_ids))
+    sizes, ids = torch.ones(pack.num_targets).int(), pack.target_ids
+    pack = replace(
+        pack, kept=TokenSets.of(sizes, ids), teacher=TokenSets.of(sizes, ids, -torch.ones(len(ids)))
+    )
     images = list(distinct_images(cases).values())
     as_on_a_gpu()
     move(model)

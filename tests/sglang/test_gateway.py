@@ -34,6 +34,7 @@ from tests.support.timeouts import scaled
 from tests.unit.rollout.scripted import graded
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
+TOP_K = 8
 USER = Path(__file__).parents[1] / "unit" / "rollout" / "user"
 
 
@@ -46,7 +47,9 @@ def test_the_trainers_logprobs_are_those_of_the_agents_calls_and_of_a_teacher(
     monkeypatch.setenv("PYTHONPATH", str(USER), prepend=os.pathsep)
     served = servers(family).restore()
     monkeypatch.setenv(API_KEY, served.server.api_key)
-    teacher = Teacher(Distillation(urls=(served.server.url,)))
+    teacher = Teacher(
+        Distillation(urls=(served.server.url,), divergence="forward_topk", top_k=TOP_K)
+    )
     processor = served.processor
     how = SamplingParams(
         1.0, 12, suppressed_ids=processor.suppressed_ids, stop_ids=processor.stop_ids
@@ -77,7 +80,14 @@ def test_the_trainers_logprobs_are_those_of_the_agents_calls_and_of_a_teacher(
         assert len(episode.responses) == 7 and episode.counts["branches"] == 3
         assert episode.counts["cancelled_calls"] <= 1
         assert episode.counts["unmatched_messages"] == 1
-    (tree,) = policy_trees([group], GRPO(), max_new_tokens=12, max_turns=16, has_teacher=True)
+    (tree,) = policy_trees(
+        [group],
+        GRPO(),
+        max_new_tokens=12,
+        max_turns=16,
+        has_teacher=True,
+        has_teacher_top=True,
+    )
     images = {shown.key: shown for prompt in group.prompts for shown in prompt.images}
     (largest,) = launch(1, largest_differences, served.folder, tree, images, how.suppressed_ids)
     assert max(largest) < 1e-4
@@ -86,7 +96,9 @@ def test_the_trainers_logprobs_are_those_of_the_agents_calls_and_of_a_teacher(
 def largest_differences(
     folder: Path, tree: Tree, images: Any, suppressed: tuple[int, ...]
 ) -> list[float]:
-    """Between the trainer's log-probs and those that the server recorded, and the teacher's."""
+    """Between the trainer's log-probs and those that the server recorded, the teacher's, and the
+    teacher's of its likeliest tokens.
+    """
     config = AutoConfig.from_pretrained(folder)
     run = Run.start(folder, config, LAYOUTS["one rank"], ModelOptions(), images)
     pack = make_pack([tree], vision_token_ids=(config.image_token_id, config.video_token_id))
@@ -102,4 +114,10 @@ def largest_differences(
         logprobs = given.log_softmax(-1).gather(1, pack.target_ids[:, None])[:, 0]
         assert len(logprobs) == pack.num_targets
         found.append(float((logprobs - theirs).abs().max()))
+    assert pack.teacher is not None
+    ids, theirs = pack.teacher.table()
+    logprobs = of_all.log_softmax(-1)
+    assert ids.shape == (pack.num_targets, TOP_K)
+    for ours in (logprobs.gather(1, ids.long()), logprobs.topk(TOP_K).values):
+        found.append(float((ours - theirs).abs().max()))
     return found

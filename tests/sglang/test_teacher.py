@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megavlm.config.distillation import Distillation
-from megavlm.inference.protocol import Response, SamplingParams
+from megavlm.inference.protocol import Response, SamplingParams, TeacherLogprobs
 from megavlm.inference.teacher import API_KEY, Teacher, check_tokenizers
 from megavlm.subprocess_pool.failure import CallFailure
 from tests.parity.reference import Reference
@@ -32,7 +32,9 @@ def response(ids: list[int]) -> Response:
 def test_log_probs_are_those_of_transformers(
     servers: Callable[[str], Served], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With images, in later turns, and several responses to a prompt of different lengths."""
+    """Of the tokens and of the likeliest at each position: with images, in later turns, and several
+    responses to a prompt of different lengths.
+    """
     served = servers(family).restore()
     monkeypatch.setenv(API_KEY, served.server.api_key)
     reference = Reference(served.folder)
@@ -40,16 +42,26 @@ def test_log_probs_are_those_of_transformers(
     generator = np.random.default_rng(0)
     responses = [response(generator.integers(0, 250, n).tolist()) for n in (1, 5, 12)]
 
-    async def ask() -> list[list[np.ndarray]]:
-        teacher = Teacher(Distillation(urls=(served.server.url,)))
+    settings = Distillation(urls=(served.server.url,), divergence="forward_topk", top_k=16)
+
+    async def ask() -> list[list[TeacherLogprobs]]:
+        teacher = Teacher(settings)
         calls = (teacher.logprobs(prompt, responses) for prompt in by_name.values())
         found = await asyncio.gather(*calls)
         await teacher.close()
         return found
 
     for (name, prompt), found in zip(by_name.items(), asyncio.run(ask()), strict=True):
-        scored = [replace(r, logprobs=x) for r, x in zip(responses, found, strict=True)]
+        scored = [replace(r, logprobs=x.logprobs) for r, x in zip(responses, found, strict=True)]
         assert largest_difference(reference, prompt, scored, SamplingParams(1.0, 12)) < 1e-4, name
+        for scored_response, (_, top) in zip(responses, found, strict=True):
+            assert top is not None
+            ids, theirs = torch.from_numpy(top.ids).long(), torch.from_numpy(top.logprobs)
+            with torch.no_grad():
+                scores = reference.scores(prompt, scored_response.token_ids.tolist())
+            logprobs = scores.logits.log_softmax(-1)
+            assert (logprobs.gather(1, ids) - theirs).abs().max() < 1e-4, name
+            assert (logprobs.topk(16).values - theirs).abs().max() < 1e-4, name
 
 
 def test_a_teacher_has_the_policys_tokenizer(

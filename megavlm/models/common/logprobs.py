@@ -79,8 +79,8 @@ def token_scores(
     The gradient with respect to `hidden_NH` is this rank's part of a sum over the tensor axis.
     Apart from inputs and gradients, two fp32 tensors [chunk_size, V/tp] are in memory.
 
-    Source: d logp/dz = onehot - p; d entropy/dz = -p (log p + entropy), z the scaled logits; for the
-    divergence see teacher_divergence.py.
+    Source: d logp/dz = onehot - p; d entropy/dz = -p (log p + entropy), z the scaled logits. For
+    the divergence see teacher_divergence.py.
     """
     suppressed = None
     if scoring.suppressed_ids:

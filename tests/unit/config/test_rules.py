@@ -15,6 +15,7 @@ from tests.support.glossary import entries, unexplained
 BASE = {"run": {"dir": "x"}, "model": {"folder": "m"}}
 SFT = "algorithm.name=sft"
 DPO = ("algorithm.name=dpo", "data.rejected_key=rejected")
+FORWARD = "distillation.divergence=forward_topk"
 TEACHER = "distillation.urls=[http://node:30000]"
 FILES = "data.test_files=[t]"
 KEEP = ("checkpoint.every=10", "checkpoint.keep_last=2")
@@ -95,8 +96,18 @@ BROKEN = {
     ): "scores at temperature 1, but rollout.temperature=0.7: set it",
     (
         TEACHER,
-        "rollout.replay=x",
-    ): "a teacher, but recorded rollouts have none of its log-probs: se",
+        FORWARD,
+    ): "is over the teacher's likeliest tokens, but distillation.top_k=0: set it to",
+    (
+        "distillation.top_k=8",
+    ): "distillation.top_k=8 has no effect with distillation.divergence=sam",
+    (
+        TEACHER,
+        FORWARD,
+        "distillation.top_k=8",
+        "rollout.top_p=0.9",
+        "rollout.top_k=100",
+    ): "but rollout.top_p=0.9 and rollout.top_k=100 give some 0, where it is infinite: set them to",
     (
         TEACHER,
         "data.video_key=videos",

@@ -54,7 +54,9 @@ def with_sets(response: Response) -> Response:
 
 
 def top_of(tokens: Any, places: Any) -> TopTokens:
-    """Return a teacher's two tokens for each token at a place; their log-probs tell places apart."""
+    """Return a teacher's two tokens for each token at a place. Their log-probs tell places
+    apart.
+    """
     ids = np.stack([tokens, tokens + 3], 1).astype(np.int32)
     return TopTokens(ids, -(ids + np.stack([places, places], 1) / 100).astype(np.float32))
 
