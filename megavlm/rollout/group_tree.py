@@ -23,15 +23,11 @@ from megavlm.rollout.trajectory import Group, TreePart
 
 
 def group_tree(
-    group: Group,
-    columns: Sequence[TargetColumns],
-    *,
-    replays_routing: bool = False,
-    has_teacher_top: bool = False,
+    group: Group, columns: Sequence[TargetColumns], *, replays_routing: bool = False
 ) -> Tree:
     """Return the calls of a group's episodes as one tree. columns: Columns of each call's response.
-    replays_routing: If true, segments have the routed experts that servers returned.
-    has_teacher_top: If true, they have a teacher's likeliest tokens.
+    With a teacher's log-probs, targets also have its likeliest tokens. replays_routing: If true,
+    segments have the routed experts that servers returned.
 
     A response is a target once, below the prompt that it was sampled for. A prompt shares its
     longest prefix that is in the tree: with earlier calls of its episode and their responses, or
@@ -58,7 +54,7 @@ def group_tree(
             table, kept, teacher = columns[call], None, None
             if response.kept is not None:
                 kept = TokenSets.of(*map(torch.from_numpy, response.kept))
-            if has_teacher_top and response.teacher_top is not None:
+            if table.teacher_logprobs is not None and response.teacher_top is not None:
                 teacher = _sets_of(response.teacher_top)
             if len(ids) < len(response.token_ids):
                 part = slice(start, end)

@@ -42,16 +42,15 @@ def policy_trees(
     version: int = 0,
     denominator: float | None = None,
     has_teacher: bool = False,
-    has_teacher_top: bool = False,
 ) -> list[Tree]:
     """Return the trees of one update: one tree per group, with the prompt once and all responses
     with their columns.
 
     max_new_tokens: Token limit of one turn. max_turns: Maximum turns of an episode. version:
     Version of the current weights. denominator: Denominator of the loss, if the update has more
-    groups; see `denominator_of`. has_teacher: If true, the columns have a teacher's log-probs.
-    has_teacher_top: If true, targets have its likeliest tokens. A skipped episode has zero loss
-    weights, and does not affect the advantages of others.
+    groups; see `denominator_of`. has_teacher: If true, the columns have a teacher's log-probs, and
+    the targets its likeliest tokens if there are any. A skipped episode has zero loss weights, and
+    does not affect the advantages of others.
     """
     if not groups:  # a streamed batch may have none of a minibatch
         return []
@@ -89,14 +88,7 @@ def policy_trees(
     for group in groups:
         end = start + len(group.prompts)
         its_columns = columns[start:end]
-        trees.append(
-            group_tree(
-                group,
-                its_columns,
-                replays_routing=settings.routing_replay,
-                has_teacher_top=has_teacher_top,
-            )
-        )
+        trees.append(group_tree(group, its_columns, replays_routing=settings.routing_replay))
         start = end
     return trees
 

@@ -134,7 +134,6 @@ class PolicyTrainer(BaseTrainer):
                 version=self.train_state.step,
                 denominator=groups.denominator,
                 has_teacher=bool(config.distillation.urls),
-                has_teacher_top=config.distillation.is_forward,
             )
             for minibatch in groups.add(streamed)
         ]

@@ -9,11 +9,13 @@ what the machine must have; torch's profiler sees allocations, not when they com
 And the share of a step of a 0.3B model that it is: of forward and backward of one tree, in one run.
 
 And with the tokens that top-p kept of normally distributed logits: their number and bytes, and the
-time beside that of the whole vocabulary, of log-probs and entropies.
+time beside that of the whole vocabulary, of log-probs and entropies. The same with the divergence
+over a teacher's likeliest tokens, and its answer's bytes over HTTP.
 """
 
+import base64
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,23 +128,50 @@ def with_sets(scale: float) -> list[Any]:
     hidden = torch.randn(num, HIDDEN, generator=generator)
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator) * scale / HIDDEN**0.5
     logits = hidden @ weight.t()
-    sets = [None, *(kept_by(logits, top_p, 1024) for top_p in TOP_P)]
+    sets = [kept_by(logits, top_p, 1024) for top_p in TOP_P]
     targets, logp = logits.argmax(-1), logits.log_softmax(-1)
     entropy = float(-(logp.exp() * logp).sum(-1).mean())
     del logits, logp
+    seconds = least_seconds(hidden, weight, targets, [{}, *({"kept": kept} for kept in sets)])
+    return [entropy, [len(kept.ids) / num for kept in sets], seconds]
+
+
+def least_seconds(
+    hidden: Tensor, weight: Tensor, targets: Tensor, options: Sequence[Mapping[str, TokenSets]]
+) -> list[float]:
+    """Return the seconds of scores and their gradients with each of some options."""
     hidden.requires_grad_(), weight.requires_grad_()
     group = dist.group.WORLD
     assert group is not None
-    seconds = [1e9 for _ in sets]
+    seconds = [1e9 for _ in options]
     for _ in range(3):
-        for number, kept in enumerate(sets):
+        for number, option in enumerate(options):
             start = time.perf_counter()
-            scores = token_scores(
-                hidden, weight, targets, scoring=Scoring(), group=group, kept=kept
-            )
-            (scores[0].sum() + scores[1].sum()).backward()
+            scores = token_scores(hidden, weight, targets, scoring=Scoring(), group=group, **option)
+            sum(score.sum() for score in scores if score is not None).backward()
             seconds[number] = min(seconds[number], time.perf_counter() - start)
-    return [entropy, [len(kept.ids) / num for kept in sets if kept is not None], seconds]
+    return seconds
+
+
+def with_a_teacher(numbers: Sequence[int]) -> list[Any]:
+    """Return the mean probability of all but the k likeliest tokens, for each of these numbers k,
+    and the seconds without a teacher and with each.
+    """
+    torch.set_num_threads(2)
+    generator, num = torch.Generator().manual_seed(0), 512
+    hidden = torch.randn(num, HIDDEN, generator=generator)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator) * 5 / HIDDEN**0.5
+    logprobs = (hidden @ weight.t()).log_softmax(-1)
+    sets, rests = [], []
+    for k in numbers:
+        values, ids = logprobs.topk(k)
+        sizes = torch.full((num,), k, dtype=torch.int32)
+        sets.append(TokenSets.of(sizes, ids.flatten().int(), values.flatten()))
+        rests.append(float(1 - values.exp().sum(-1).mean()))
+    targets = logprobs.argmax(-1)
+    del logprobs
+    options = [{}, *({"teacher": teacher} for teacher in sets)]
+    return [rests, least_seconds(hidden, weight, targets, options)]
 
 
 @pytest.mark.timeout(0)
@@ -154,6 +183,17 @@ def bench_kept() -> None:
         for top_p, size, seconds in zip(TOP_P, sizes, each, strict=True):
             cost = f"{size:13.1f}{4 + 4 * size:8.0f}{seconds / whole:7.2f}x"
             print(f"{entropy:8.2f}{top_p:7}{cost}")
+
+
+@pytest.mark.timeout(0)
+def bench_teacher() -> None:
+    print(f"\ndivergence over a teacher's tokens, vocabulary {VOCABULARY}, two threads")
+    print(f"{'k':>6}{'all others':>12}{'bytes':>8}{'over HTTP':>11}{'time':>8}")
+    numbers = (16, 64, 256)
+    ((rests, (without, *each)),) = launch(1, with_a_teacher, numbers)
+    for k, rest, seconds in zip(numbers, rests, each, strict=True):
+        http = 2 * len(base64.b64encode(bytes(4 * k)))
+        print(f"{k:6}{rest:12.3f}{4 + 8 * k:8}{http:11}{seconds / without:7.2f}x")
 
 
 def share(prompt_tokens: int, answers: tuple[int, int]) -> tuple[float, float]:

@@ -80,14 +80,7 @@ def test_the_trainers_logprobs_are_those_of_the_agents_calls_and_of_a_teacher(
         assert len(episode.responses) == 7 and episode.counts["branches"] == 3
         assert episode.counts["cancelled_calls"] <= 1
         assert episode.counts["unmatched_messages"] == 1
-    (tree,) = policy_trees(
-        [group],
-        GRPO(),
-        max_new_tokens=12,
-        max_turns=16,
-        has_teacher=True,
-        has_teacher_top=True,
-    )
+    (tree,) = policy_trees([group], GRPO(), max_new_tokens=12, max_turns=16, has_teacher=True)
     images = {shown.key: shown for prompt in group.prompts for shown in prompt.images}
     (largest,) = launch(1, largest_differences, served.folder, tree, images, how.suppressed_ids)
     assert max(largest) < 1e-4

@@ -145,7 +145,8 @@ def group_with_sets(processor: Processor) -> Group:
 
 def tree_of(group: Group) -> Tree:
     sizes = [len(r.token_ids) for episode in group.episodes for r in episode.responses]
-    return group_tree(group, [columns(size) for size in sizes], has_teacher_top=True)
+    tables = [columns(size, teacher_logprobs=torch.zeros(size)) for size in sizes]
+    return group_tree(group, tables)
 
 
 def test_each_target_has_its_own_set(processor: Processor) -> None:

@@ -156,8 +156,7 @@ def test_each_token_has_the_likeliest_tokens_at_its_place(
     processor: Processor, manager: RewardManager, server: Server
 ) -> None:
     group = played(processor, manager, server, FORWARD)
-    how: dict[str, Any] = {"max_new_tokens": 32, "max_turns": 2, "has_teacher": True}
-    (tree,) = policy_trees([group], GRPO(), has_teacher_top=True, **how)
+    (tree,) = policy_trees([group], GRPO(), max_new_tokens=32, max_turns=2, has_teacher=True)
     for segment in tree.segments:
         if not segment.is_target:
             assert segment.teacher is None
@@ -167,7 +166,7 @@ def test_each_token_has_the_likeliest_tokens_at_its_place(
         likeliest = segment.token_ids[:, None] + torch.arange(1, 4)
         assert segment.teacher.ids.tolist() == likeliest.flatten().tolist()
         assert segment.teacher.logprobs.tolist() == [-1, -2, -3] * len(segment.token_ids)
-    (without,) = policy_trees([group], GRPO(), **how)
+    (without,) = policy_trees([group], GRPO(), max_new_tokens=32, max_turns=2)
     assert all(segment.teacher is None for segment in without.segments)
     num_tokens = sum(len(r.token_ids) for e in group.episodes for r in e.responses)
     expected = {
