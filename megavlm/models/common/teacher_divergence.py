@@ -30,11 +30,11 @@ class TeacherChunk:
     """The teacher's tokens K at the targets of a chunk.
 
     Tokens that the policy cannot sample are left out of K, and the teacher's probabilities are
-    divided by that of all others, `mass_C`. A target without tokens has divergence 0.
+    divided by the sum over all other tokens, `mass_C`. A target without tokens has divergence 0.
 
     index_Ck: Place of each token in this rank's vocabulary; 0 for a token of another rank. here_Ck:
-    True for tokens of this rank. Tokens are not selected by this mask, which would wait for the
-    GPU. logprobs_Ck: Log-probs of all tokens by the teacher.
+    True for tokens of this rank. It is not used as an index, because that would wait for the GPU.
+    logprobs_Ck: Log-probs of all tokens by the teacher.
     """
 
     index_Ck: Tensor  # int64
@@ -62,7 +62,7 @@ class TeacherChunk:
 
     def sums(self, logits_Ck: Tensor, max_C: Tensor, exp_CV: Tensor) -> list[Tensor]:
         """Return four sums [C] over this rank's vocabulary. `divergence` takes them, once they are
-        reduced over all ranks. exp_CV: exp(logits - max), which becomes 0 in K.
+        reduced over all ranks. exp_CV: exp(logits - max). It becomes 0 in K.
         """
         p_Ck = self.probs(logits_Ck)
         self.clear(exp_CV)
@@ -78,7 +78,7 @@ class TeacherChunk:
         exp(logits - max) over the vocabulary.
         """
         inside_C, own_C, cross_C, rest_C = sums
-        # If K is the whole vocabulary, this is rounding, 1e-7, and changes D by less than 1e-5.
+        # Where K is the whole vocabulary, this is rounding of 1e-7 and changes D by less than 1e-5.
         others_C = (1 - self.logprobs_Ck.exp().sum(1)).clamp(min=0)
         mass_C = inside_C + others_C
         rest_C = rest_C.clamp(min=torch.finfo(rest_C.dtype).tiny)
@@ -93,7 +93,7 @@ def make_chunks(sets: TokenSets, size: int, vocab_size: int, rank: int) -> list[
     """
     ids, logprobs = sets.table()
     index = ids.long() - rank * vocab_size
-    here = (index >= 0) & (index < vocab_size) & (ids >= 0)
+    here = (index >= 0) & (index < vocab_size)
     parts = (x.split(size) for x in (index.where(here, 0), here, logprobs))
     return [TeacherChunk(*part) for part in zip(*parts, strict=True)]
 
