@@ -54,6 +54,16 @@ SAME: dict[str, tuple[dict[str, Any], GRPO]] = {
         {"loss_type": "cispo", "epsilon_high": 1.2},
         GRPO(policy_loss="cispo", clip_low=1.0, clip_high=0.2, kl_coefficient=0),
     ),
+    "SAPO": (
+        {"loss_type": "sapo", "sapo_temperature_pos": 0.75, "sapo_temperature_neg": 1.25},
+        GRPO(
+            policy_loss="sapo",
+            loss_aggregation="sequence_mean",
+            tau_pos=0.75,
+            tau_neg=1.25,
+            kl_coefficient=0,
+        ),
+    ),
     "unbiased KL": (
         {"loss_type": "bnpo", "beta": 0.1, "unbiased_kl": True},
         GRPO(kl_estimator="unbiased", kl_coefficient=0.1),
