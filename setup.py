@@ -39,6 +39,7 @@ setup(
         "omegaconf>=2.3",
         "orjson>=3.10",
         "pillow>=11.0",
+        "prometheus-client>=0.21",
         "psutil>=6.0",
         "pyarrow>=18.0",
         "pycountry>=24.6",

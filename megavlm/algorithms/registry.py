@@ -29,6 +29,7 @@ POLICY_LOSSES = {
     "clip": "megavlm.algorithms.clip:clip",
     "gspo": "megavlm.algorithms.gspo:gspo",
     "cispo": "megavlm.algorithms.cispo:cispo",
+    "sapo": "megavlm.algorithms.sapo:sapo",
 }
 
 

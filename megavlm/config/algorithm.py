@@ -32,8 +32,9 @@ class PolicyOptimization(Section):
 
     policy_loss: str = "clip"
     """Policy loss: clip (PPO's clipped surrogate, arXiv 1707.06347), gspo (one ratio per sequence,
-    arXiv 2507.18071), cispo (ratios as clipped weights, arXiv 2506.13585), or a function of your
-    own as package.module:function, as megavlm/algorithms/policy_loss.py describes."""
+    arXiv 2507.18071), cispo (ratios as clipped weights, arXiv 2506.13585), sapo (a smooth gate in
+    place of clipping, arXiv 2511.20347), or a function of your own as package.module:function, as
+    megavlm/algorithms/policy_loss.py describes."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for an advantage estimator and a policy loss of your own. Each function
@@ -50,6 +51,14 @@ class PolicyOptimization(Section):
     dual_clip: float | None = bounded(None, above=1)
     """Upper bound c of the loss where the advantage is negative: the loss is at most c times the
     size of the advantage; 3 is usual (dual clip, arXiv 1912.09729). Null sets no bound."""
+
+    tau_pos: float = bounded(1.0, above=0)
+    """Temperature of SAPO's gate for tokens with a positive advantage: the larger it is, the faster
+    the gradient decreases as the ratio leaves 1. The default is the paper's."""
+
+    tau_neg: float = bounded(1.05, above=0)
+    """Temperature of SAPO's gate for tokens with a negative advantage. The paper's default is above
+    `tau_pos`, because these tokens raise the logits of many others."""
 
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = (
         "token_mean"
@@ -176,10 +185,12 @@ class PolicyOptimization(Section):
                 f"algorithm.loss_aggregation={self.loss_aggregation} is not: set "
                 "algorithm.loss_aggregation=sequence_mean"
             )
-        if self.policy_loss == "cispo" and self.dual_clip is not None:
+        without_clip = {"cispo": "bounds weights", "sapo": "has a smooth gate"}
+        if self.dual_clip is not None and self.policy_loss in without_clip:
             raise ValueError(
                 f"algorithm.dual_clip={self.dual_clip} bounds a loss, but "
-                "algorithm.policy_loss=cispo bounds weights: set algorithm.dual_clip=null"
+                f"algorithm.policy_loss={self.policy_loss} {without_clip[self.policy_loss]}: set "
+                "algorithm.dual_clip=null"
             )
         if self.dual_clip is not None and self.dual_clip < 1 + self.clip_high:
             raise ValueError(

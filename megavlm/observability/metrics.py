@@ -1,4 +1,5 @@
-"""Metrics of a run: metrics.jsonl and evaluations.jsonl in its folder, and TensorBoard events.
+"""Metrics of a run: metrics.jsonl and evaluations.jsonl in its folder, TensorBoard events, and text
+for Prometheus.
 
 docs/reference/metrics.md says what each name means.
 """
@@ -12,12 +13,14 @@ from typing import Any, Self
 
 from torch.utils.tensorboard import SummaryWriter
 
+from megavlm.observability.prometheus import METRICS_TEXT, metrics_text
 from megavlm.observability.records import (
     append_record,
     keep_records,
     read_records,
     write_records,
 )
+from megavlm.writing import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -76,6 +79,8 @@ class MetricsWriter:
         values = {name: float(value) for name, value in metrics.items()}
         record = {"step": step, "time": round(time.time(), 3), **values}
         append_record(self.folder / METRICS_FILE, record)
+        text = metrics_text(self.folder.resolve().name, record)
+        write_whole(self.folder / METRICS_TEXT, text)
         self._scalars(step, values)
 
     def write_evaluation(self, step: int, evaluation: Mapping[str, Any]) -> None:
@@ -103,6 +108,7 @@ class MetricsWriter:
             raise
 
     def close(self) -> None:
+        (self.folder / METRICS_TEXT).unlink(missing_ok=True)
         if self._events is not None:
             self._events.close()
 

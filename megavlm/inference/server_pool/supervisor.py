@@ -29,7 +29,9 @@ class Supervisor:
     """Watches each server in its own task, all on one thread's event loop."""
 
     def __init__(self, records: ServerRecords, states_file: Path | None) -> None:
-        """states_file: File to which the servers' states are written for `megavlm watch`."""
+        """states_file: File to which the servers' states are written for `megavlm watch`, and
+        as text for Prometheus beside it.
+        """
         self._records, self._states_file = records, states_file
         self._thread = threading.Thread(target=self._main, name="server-pool", daemon=True)
         self._closing = threading.Event()
@@ -57,18 +59,18 @@ class Supervisor:
     async def _watch_all(self) -> None:
         self._probes = Probes()
         handles = list(self._records.handles.values())
-        file, status = self._states_file, None
-        if file is not None:
-            status = asyncio.create_task(write_states(self._records, self._probes, file))
+        status = None
+        if self._states_file is not None:
+            writing = write_states(self._records, self._probes, self._states_file)
+            status = asyncio.create_task(writing)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for handle in handles:
                     tasks.create_task(self._watch(handle))
         finally:
-            if status is not None and file is not None:
+            if status is not None:
                 status.cancel()
                 await asyncio.wait({status})
-                file.unlink(missing_ok=True)
             servers = [handle.server for handle in handles if handle.server is not None]
             await asyncio.gather(*(asyncio.to_thread(server.stop) for server in servers))
             await self._probes.close()

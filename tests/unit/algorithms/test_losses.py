@@ -22,6 +22,7 @@ def term_of(
     advantages: Tensor,
     ids: Tensor | None = None,
     dual_clip: float | None = None,
+    **settings: float,
 ) -> PolicyTerm:
     """Compute a policy loss; without ids all tokens are of one sequence."""
     ids = torch.zeros(len(logprobs), dtype=torch.int64) if ids is None else ids
@@ -32,8 +33,8 @@ def term_of(
         sequence_ids=ids,
         num_sequences=len(ids),
     )
-    settings = replace(SETTINGS, policy_loss=name, dual_clip=dual_clip)
-    return load_policy_loss(settings)(inputs, settings)
+    chosen = replace(SETTINGS, policy_loss=name, dual_clip=dual_clip, **settings)
+    return load_policy_loss(chosen)(inputs, chosen)
 
 
 def gradient(term: PolicyTerm, logprobs: Tensor) -> Tensor:
@@ -124,6 +125,20 @@ def test_cispo_keeps_every_gradient_with_a_bounded_weight(
     assert (term.low.item(), term.high.item()) == (ratio < 0.8, ratio > 1.3)
 
 
+@pytest.mark.parametrize(("ratio", "advantage"), [(1.5, 2.0), (0.5, 2.0), (1.5, -2.0), (0.5, -1.0)])
+def test_sapo_is_the_formula_of_the_paper(ratio: float, advantage: float) -> None:
+    old = row([-1.0])
+    logprobs = (old + math.log(ratio)).requires_grad_()
+    term = term_of("sapo", logprobs, old, row([advantage]), tau_pos=0.7, tau_neg=1.4)
+    tau = 0.7 if advantage > 0 else 1.4
+    sigmoid = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    assert term.loss.item() == pytest.approx(-4 / tau * sigmoid * advantage)
+    # Equation 6: the weight of a token's gradient is 4 p (1 - p) times its ratio.
+    weight = 4 * sigmoid * (1 - sigmoid) * ratio
+    assert gradient(term, logprobs).item() == pytest.approx(-weight * advantage)
+    assert not term.clipped.any()
+
+
 def test_only_the_current_policy_gets_a_gradient() -> None:
     logprobs = torch.tensor([-1.0], requires_grad=True)
     old = torch.tensor([-1.1], requires_grad=True)
@@ -132,6 +147,7 @@ def test_only_the_current_policy_gets_a_gradient() -> None:
         term_of("clip", logprobs, old, torch.ones(1)),
         term_of("gspo", logprobs, old, torch.ones(1), ids),
         term_of("cispo", logprobs, old, torch.ones(1)),
+        term_of("sapo", logprobs, old, torch.ones(1)),
     ):
         term.loss.sum().backward()
         assert old.grad is None and logprobs.grad is not None
@@ -144,6 +160,7 @@ def test_the_first_update_has_the_gradient_of_the_plain_policy_gradient() -> Non
         term_of("clip", logprobs, logprobs, advantages),
         term_of("gspo", logprobs, logprobs, advantages, ids),
         term_of("cispo", logprobs, logprobs, advantages),
+        term_of("sapo", logprobs, logprobs, advantages),
     ):
         assert torch.equal(gradient(term, logprobs), -advantages)
 
@@ -156,5 +173,6 @@ def test_extreme_differences_stay_finite() -> None:
         term_of("clip", logprobs, old, advantages),
         term_of("gspo", logprobs, old, advantages, ids),
         term_of("cispo", logprobs, old, advantages),
+        term_of("sapo", logprobs, old, advantages),
     ):
         assert term.loss.isfinite().all() and gradient(term, logprobs).isfinite().all()

@@ -17,7 +17,7 @@ REFUSED = [
     (
         GRPO(policy_loss="gspoo"),
         "algorithm.policy_loss='gspoo' is unknown: did you mean gspo? Choose one of clip, gspo, "
-        "cispo, or a function as package.module:function",
+        "cispo, sapo, or a function as package.module:function",
     ),
     (PPO(policy_loss="zzz"), "algorithm.policy_loss='zzz' is unknown: choose one of clip, gspo"),
     (GRPO(advantage_estimator="rlo"), "algorithm.advantage_estimator='rlo' is unknown: did you"),

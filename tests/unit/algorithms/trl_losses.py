@@ -35,6 +35,8 @@ def loss(columns: dict[str, list[list[float]]], settings: dict[str, Any]) -> dic
             delta=settings.get("delta"),
             use_bias_correction_kl=settings.get("unbiased_kl", False),
             steps_per_generation=1,
+            sapo_temperature_pos=settings.get("sapo_temperature_pos"),
+            sapo_temperature_neg=settings.get("sapo_temperature_neg"),
         ),
         use_vllm=True,
         vllm_importance_sampling_correction=True,

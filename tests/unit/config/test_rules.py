@@ -67,6 +67,7 @@ BROKEN = {
         "algorithm.policy_loss=cispo",
         "algorithm.dual_clip=3",
     ): "algorithm.dual_clip=3.0 bounds a loss, but algorithm.policy_loss=cispo bounds weights",
+    ("algorithm.policy_loss=sapo", "algorithm.dual_clip=3"): "sapo has a smooth gate: set",
     (
         "algorithm.name=dpo",
     ): "data.rejected_key=null with algorithm.name=dpo: dpo compares responses",

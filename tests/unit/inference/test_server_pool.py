@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from megavlm.inference import server
 from megavlm.inference.client import RolloutClient
@@ -397,4 +398,21 @@ def test_the_states_of_servers_are_written_while_the_pool_lives(
             assert (row["url"], row["state"], row["version"]) == (first.url, "healthy", "4")
             assert other["state"] == "stale" and "it restarted" in other["reason"]
             assert other["queue"] is None
-        assert not path.exists()
+            text = path.with_name("servers.prom")
+            wait_for(lambda: 'kind="waiting"' in text.read_text())
+            samples = {
+                (sample.name, *sorted(sample.labels.values())): sample.value
+                for family in text_string_to_metric_families(text.read_text())
+                for sample in family.samples
+            }
+
+            def value(name: str, *labels: str) -> float | None:
+                return samples.get((f"megavlm_server_{name}", *sorted([tmp_path.name, *labels])))
+
+            for url, name in ((first.url, "healthy"), (second.url, "stale")):
+                assert value("state", url, name) == 1 and value("restarts_total", url) == 0
+                assert value("state_seconds", url) is not None
+            kinds = "running", "waiting"
+            assert [value("requests", first.url, kind) for kind in kinds] == [4, 6]
+            assert [value("requests", second.url, kind) for kind in kinds] == [None, None]
+        assert not path.exists() and not text.exists()

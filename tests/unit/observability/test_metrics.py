@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE, MetricsWriter
@@ -32,6 +33,19 @@ def test_a_step_is_one_line_with_its_metrics(tmp_path: Path) -> None:
     record = json.loads(line)
     assert record.pop("time") > 0
     assert record == {"step": 1, "reward": 0.5, "seconds/rollout": 2.0}
+
+
+def test_the_last_step_is_text_for_prometheus_while_the_run_lives(tmp_path: Path) -> None:
+    text = tmp_path / "metrics.prom"
+    with MetricsWriter(tmp_path) as writer:
+        for step, reward in ((1, 0.25), (2, math.nan)):
+            writer.write(step, {"reward": reward, 'reward/a "b"\n': 0.5})
+        (family,) = text_string_to_metric_families(text.read_text())
+        values = {sample.labels["name"]: sample.value for sample in family.samples}
+        assert {sample.labels["run"] for sample in family.samples} == {tmp_path.name}
+        assert math.isnan(values.pop("reward")) and values.pop("time") > 0
+        assert values == {"step": 2, 'reward/a "b"\n': 0.5}
+    assert not text.exists()
 
 
 def test_a_resume_drops_what_lies_beyond_it(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ SETTINGS = [
     GRPO(kl_coefficient=0, importance_cap=1.0, dual_clip=1.3),
     GRPO(policy_loss="cispo", kl_estimator="unbiased"),
     GRPO(policy_loss="gspo", loss_aggregation="sequence_mean"),
+    GRPO(policy_loss="sapo", tau_neg=1.5),
     GRPO(importance="sequence", importance_cap=1.1, importance_floor=0.5),
     GRPO(importance="none", reject_below=0.9, reject_above=1.1),
     GRPO(old_logprobs="rollout", importance="none"),
