@@ -226,9 +226,10 @@ def _finish(
 
 
 def parse_scores(
-    answer: Any, prompt: "Prompt", responses: Sequence[Response]
+    answer: Any, prompt: "Prompt", responses: Sequence[Response], num_prompt_tokens: int
 ) -> list[npt.NDArray[np.float32]]:
-    """Return the log-probs of each response in an answer to `score_body`.
+    """Return the log-probs of each response in an answer to `score_body`. num_prompt_tokens: As in
+    the request.
 
     Raises MALFORMED for an answer of another form, and RolloutRequestError if the server counts
     other prompt tokens.
@@ -236,11 +237,11 @@ def parse_scores(
     found = []
     for item, response in zip(_items(answer, len(responses)), responses, strict=True):
         meta, num_tokens = item["meta_info"], len(response.token_ids)
-        counted, expected = meta["prompt_tokens"], len(prompt.token_ids) + num_tokens
+        counted, expected = meta["prompt_tokens"], num_prompt_tokens + num_tokens
         if counted != expected:
             raise RolloutRequestError(
                 f"{prompt.row.source}: the server counts {counted} tokens of prompt and response "
-                f"and the trainer {expected}; both must have images of the same sizes"
+                f"instead of {expected}; it reads the prompt's tokens otherwise"
             )
         tokens, logprobs = _arrays(meta["input_token_logprobs"][1:])
         if not np.array_equal(tokens, response.token_ids):

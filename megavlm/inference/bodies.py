@@ -101,12 +101,19 @@ def continue_body(
 
 
 def score_body(
-    prompt: "Prompt", responses: Sequence[Response], encoder: Encoder = IN_BODY
+    prompt: "Prompt",
+    responses: Sequence[Response],
+    num_prompt_tokens: int,
+    sampling_params: SamplingParams | None = None,
+    encoder: Encoder = IN_BODY,
 ) -> list[Body]:
     """Return the JSON body of a /generate request for log-probs of responses to a prompt, in
     parts.
+
+    num_prompt_tokens: Number of the prompt's tokens as the server expands its images.
+    sampling_params: Give the names of the adapter and the cache that the server uses.
     """
-    body = {
+    body: dict[str, Any] = {
         "input_ids": [
             [*prompt.request_ids, *response.token_ids.tolist()] for response in responses
         ],
@@ -114,9 +121,19 @@ def score_body(
         "return_logprob": True,
         # The server counts all tokens of images. The first entry is that of this token, the
         # prompt's last, and the second that of the response's first token.
-        "logprob_start_len": len(prompt.token_ids) - 1,
+        "logprob_start_len": num_prompt_tokens - 1,
     }
+    if sampling_params is not None:
+        body |= _names(sampling_params)
     return _with_media(body, _shared_media(prompt, len(responses), encoder))
+
+
+def count_body(prompt: "Prompt") -> list[Body]:
+    """Return the JSON body of a /generate request for only the number of a prompt's tokens, in
+    parts.
+    """
+    body = {"input_ids": [list(prompt.request_ids)], "sampling_params": {"max_new_tokens": 0}}
+    return _with_media(body, _shared_media(prompt, 1, IN_BODY))
 
 
 def _shared_media(prompt: "Prompt", count: int, encoder: Encoder) -> dict[str, Sequence[Body]]:

@@ -59,6 +59,7 @@ class RolloutClient:
         groups: Sequence[list[Response]] | None = None,
         on_complete: OnComplete | None = None,
         skip_timed_out: bool = False,
+        scored: Sequence[Response] = (),
     ) -> list[list[Response]]:
         """Return n responses to each prompt, in the order of the prompts. Runs in `runner`; several
         calls may run at the same time.
@@ -74,7 +75,7 @@ class RolloutClient:
             on_complete: Runs for each group as soon as it is complete, with the index of its
             prompt, its
                 responses, and a function that returns a response to another prompt.
-            skip_timed_out: See GenerationBatch; it needs `on_complete`.
+            skip_timed_out, scored: See GenerationBatch; the first needs `on_complete`.
 
         Raises RolloutRequestError if a server refuses a request or counts a different number of
         prompt tokens than the trainer, RolloutServerError if all attempts failed or too few servers
@@ -92,6 +93,7 @@ class RolloutClient:
             accepts=accepts,
             on_complete=on_complete,
             skip_timed_out=skip_timed_out,
+            scored=scored,
             routing=self._routing,
             http=self._http,
             limits=self.limits,
@@ -118,8 +120,10 @@ class RolloutClient:
         return batch.groups[: len(prompts)]
 
     async def pause(self) -> None:
-        """Abort all requests in flight, keep their tokens, and send none until `resume`."""
-        await asyncio.gather(*(batch.pause() for batch in self._batches))
+        """Abort all requests in flight, keep their tokens, and send none until `resume`. Those for
+        log-probs are waited for, because followers of other batches wait for them.
+        """
+        await asyncio.gather(*(batch.pause() for batch in self._batches if not batch.scored))
 
     def resume(self) -> None:
         """Go on after `pause`."""

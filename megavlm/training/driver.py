@@ -34,7 +34,7 @@ class Driver:
         """
         self.config, self.connection, self._progress = config, connection, progress
         self.sampler = Sampler(config, None if connection is None else connection.client)
-        if config.distillation.urls:
+        if config.distillation.teachers:
             check_tokenizers(config.distillation, self.sampler.processor.token_texts())
         self.planner = StepPlanner(config, hf_config, mesh, self.sampler.processor)
         self.evaluator = Evaluator(self.sampler, config.evaluation)

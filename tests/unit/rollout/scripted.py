@@ -10,10 +10,10 @@ from megavlm.config.reward import Reward
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.inference.protocol import Response
-from megavlm.inference.teacher import Teacher
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.episodes import EpisodeRunner
+from megavlm.rollout.teachers import Teachers
 from megavlm.rollout.trajectory import Episode, Group
 from megavlm.subprocess_pool.failure import CallFailure
 from tests.conftest import png
@@ -65,7 +65,7 @@ def episode_runner(
     name: str,
     long_prompts: str = "refuse",
     max_new_tokens: int = 32,
-    teacher: Teacher | None = None,
+    teachers: Teachers | None = None,
     **settings: Any,
 ) -> EpisodeRunner:
     config: Any = SimpleNamespace(
@@ -76,7 +76,7 @@ def episode_runner(
             system_prompt=processor.chat_template.system_prompt, long_prompts=long_prompts
         ),
     )
-    return EpisodeRunner(config, processor, manager, RUNNER, teacher)
+    return EpisodeRunner(config, processor, manager, RUNNER, teachers)
 
 
 def play(
