@@ -2,8 +2,11 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.config.reward import Reward
@@ -38,7 +41,14 @@ class Policy:
         n: int,
         groups: Sequence[list[Response]],
         on_complete: Any,
+        scored: Sequence[Response] = (),
     ) -> None:
+        if scored:  # the log-prob of each token is the negative length of the prompt
+            logprob = -np.float32(len(prompts[0].short_ids))
+            groups[0][:] = [
+                replace(r, teacher_logprobs=np.full(len(r.token_ids), logprob)) for r in scored
+            ]
+            return
         self.asked.append((list(prompts), n))
         for group in groups:
             group[:] = [self.respond() for _ in range(n)]
