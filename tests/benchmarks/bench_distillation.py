@@ -124,17 +124,20 @@ def half(demo: Path, name: str) -> Path:
 
 
 def several_teachers(demo: Path, seed: int, urls: Sequence[str], common: Sequence[str]) -> str:
-    shares = [accuracy(half(demo, name)) for name in HALVES]
-    shares.append(accuracy(demo, "accuracy_before"))
     keys = [
         f"distillation.teachers.{name}={{urls: ['{url}'], rows: [{', '.join(tasks)}]}}"
         for (name, tasks), url in zip(HALVES.items(), urls, strict=True)
     ]
+    shares = [accuracy(half(demo, name)) for name in HALVES]
+    return line(seed, shares + before_and_after(demo, [*common, *keys], seed))
+
+
+def before_and_after(demo: Path, keys: Sequence[str], seed: int) -> list[float]:
+    """Train a student by teachers only, and return its accuracy before and after."""
     with tempfile.TemporaryDirectory() as folder:
-        shares.append(
-            trained(demo, Path(folder, "run"), [*common, *keys, *ONLY_TEACHERS], seed=seed)
-        )
-    return line(seed, shares)
+        run_dir = Path(folder, "run")
+        after = trained(demo, run_dir, [*keys, *ONLY_TEACHERS, "evaluation.before=true"], seed=seed)
+        return [accuracy(run_dir, "accuracy_before"), after]
 
 
 def hinted_start(demo: Path) -> Path:
@@ -165,12 +168,8 @@ def own_teacher(demo: Path, seed: int, common: Sequence[str]) -> str:
     keys = [
         f"model.checkpoint={hinted_start(demo)}",
         f"distillation.teachers.itself.hint='{HINT}'",
-        "evaluation.before=true",
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder, "run")
-        after = trained(demo, run_dir, [*common, *keys, *ONLY_TEACHERS], seed=seed)
-        return line(seed, [accuracy(run_dir, "accuracy_before"), after])
+    return line(seed, before_and_after(demo, [*common, *keys], seed))
 
 
 def main() -> None:
