@@ -232,7 +232,7 @@ def parse_scores(
     the request.
 
     Raises MALFORMED for an answer of another form, and RolloutRequestError if the server counts
-    other prompt tokens.
+    other prompt tokens or reads other tokens.
     """
     found = []
     for item, response in zip(_items(answer, len(responses)), responses, strict=True):
@@ -245,7 +245,10 @@ def parse_scores(
             )
         tokens, logprobs = _arrays(meta["input_token_logprobs"][1:])
         if not np.array_equal(tokens, response.token_ids):
-            raise ValueError("log-probs of other tokens")
+            raise RolloutRequestError(
+                f"{prompt.row.source}: the server gives log-probs of other tokens than the "
+                "response's, as it does if this spells an image token"
+            )
         if not (np.abs(logprobs) <= LARGEST).all():  # NaN is not either
             raise ValueError("log-probs that are not finite")
         found.append(logprobs.astype(np.float32))

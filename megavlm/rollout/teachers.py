@@ -7,8 +7,8 @@ from dataclasses import replace
 from megavlm.config.distillation import Distillation, TeacherConfig
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
+from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import Response
-from megavlm.inference.requests import RequestRefused
 from megavlm.inference.teacher import LogProbs, Teacher
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.trajectory import Episode, Group
@@ -105,7 +105,7 @@ async def _by_policy(
         await generate(
             [prompt], n=len(responses), groups=answers, scored=responses, on_complete=ignore
         )
-    except RequestRefused as error:
+    except RolloutRequestError as error:
         raise CallFailure("remote", str(error)) from error
     found = [r.teacher_logprobs for r in answers[0] if r.teacher_logprobs is not None]
     if len(found) != len(responses):
