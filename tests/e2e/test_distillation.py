@@ -34,7 +34,7 @@ def test_each_task_has_its_teacher(world: World, running: Running) -> None:
     done = world.megavlm("train", recipe, **keys)
     assert done.returncode == 0, done.stderr
     first, second = world.metrics("teachers")
-    # Teachers also give probability to suppressed tokens, 3 % of it here.
+    # Teachers also give probability to suppressed tokens, which shifts their log-probs.
     assert first["kl_teacher/server"] < 1e-3
     assert first["kl_teacher/told"] > 1.5 * first["kl_teacher/server"]
     assert 0 < first["kl_teacher"] < first["kl_teacher/told"]
