@@ -29,9 +29,9 @@ class TeacherConfig:
     """Factor of `distillation.coefficient` in the rows that the teacher scores; above 0."""
 
     hint: str | None = None
-    """Text that only the teacher reads, after the last message of the user: {answer} stands for the
-    reference answer, {NAME} for a column of `data.extra_keys`. A row in which one of them is empty
-    is not scored."""
+    """Text that only the teacher reads, at the end of the last message before a response: {answer}
+    stands for the reference answer, {NAME} for a column of `data.extra_keys`. A row in which one of
+    them is empty is not scored."""
 
     @property
     def is_policy(self) -> bool:

@@ -120,10 +120,8 @@ class RolloutClient:
         return batch.groups[: len(prompts)]
 
     async def pause(self) -> None:
-        """Abort all requests in flight, keep their tokens, and send none until `resume`. Those for
-        log-probs are waited for, because followers of other batches wait for them.
-        """
-        await asyncio.gather(*(batch.pause() for batch in self._batches if not batch.scored))
+        """Abort all requests in flight, keep their tokens, and send none until `resume`."""
+        await asyncio.gather(*(batch.pause() for batch in self._batches))
 
     def resume(self) -> None:
         """Go on after `pause`."""

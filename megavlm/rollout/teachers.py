@@ -42,8 +42,8 @@ class Teachers:
         trained on. A failure is that of a reward.
 
         generate: Scores by the policy itself. where: Name of the environment and the row, for
-        messages. Raises ValueError for images that the teacher does not take, and the errors of
-        `generate`.
+        messages. Raises ValueError for images that the teacher does not take and for a prompt
+        that has no place for a hint, and the errors of `generate`.
         """
         row = group.prompt.row
         name = self._settings.teacher_of(row.category)

@@ -19,12 +19,16 @@ from megavlm.config.reward import Reward
 from megavlm.data.packs.trees import Tree
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
-from megavlm.inference.requests import RequestLimits
+from megavlm.inference.bodies import IN_BODY
+from megavlm.inference.protocol import SamplingParams
+from megavlm.inference.requests import Request, RequestLimits
+from megavlm.inference.teacher import Teacher
 from megavlm.rewards.base import RewardStop
 from megavlm.rewards.manager import Part, RewardManager
 from megavlm.rollout.groups import policy_trees
 from megavlm.rollout.teachers import Teachers
 from megavlm.rollout.trajectory import Group
+from tests.support.responses import make_response
 from tests.support.timeouts import scaled
 from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner
 
@@ -209,6 +213,19 @@ def test_a_lost_server_is_left_out_and_asked_again(
     assert all(s.failure is None for s in played(processor, manager, settings).scores)
     assert len(server.asked) == 3
 
+    async def ask_often() -> None:
+        teacher = Teacher(of_urls(failing.url, server.url), "large")
+        for _ in range(6):
+            await teacher.logprobs(processor.prompt(row), [make_response((5,), (-0.1,))])
+        await teacher.close()
+
+    row = replace(ROW, problem="How many?", images=())
+    with serving(processor) as failing, monkeypatch.context() as patch:
+        patch.setattr(RequestLimits, "pause", lambda limits, attempts: 60.0)
+        failing.statuses = [500] * 9
+        RUNNER.run(ask_often())
+        assert len(failing.asked) == 1 and len(server.asked) == 3 + 6
+
     def reopen() -> None:
         time.sleep(0.5)
         servers.append(stack.enter_context(serving(processor, port)))
@@ -232,6 +249,15 @@ def test_images_for_a_teacher_without_images_end_the_run(
         played(processor, manager, server)
     group = played(processor, manager, server, row=replace(ROW, problem="How many?", images=()))
     assert all(score.failure is None for score in group.scores) and len(server.asked) == 3
+
+
+def test_the_policy_scores_with_its_adapter_and_its_cache(processor: Processor) -> None:
+    how = SamplingParams(1.0, 8, adapter="megavlm-7", cache_key="run-7")
+    responses = [make_response((5, 6), (-0.1, -0.2))]
+    request = Request([0], [processor.prompt(ROW)], 1, scored=responses)
+    body = json.loads(b"".join(request.body(how, IN_BODY)))
+    assert (body["lora_path"], body["extra_key"]) == ("megavlm-7", "run-7")
+    assert body["input_ids"][0][-2:] == [5, 6] and body["sampling_params"]["max_new_tokens"] == 0
 
 
 HINT = "\n\nIt is {answer}, as {source} says. <|im_end|>"
