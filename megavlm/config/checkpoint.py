@@ -31,7 +31,7 @@ CRITIC = ("value_loss", "value_clip_share", "value_mean", "explained_variance")
 # Prefixes of names that end in a category, a part, a phase or a user-defined name.
 OPEN = (
     "reward/", "accuracy/", "episode/", "policy_loss/", "seconds/", "modelled/", "staleness/",
-    "critic_",
+    "kl_teacher/", "critic_",
 )  # fmt: skip
 
 

@@ -225,21 +225,19 @@ def _check_routing_replay(config: Config) -> None:
 
 
 def _check_distillation(config: Config) -> None:
-    if not config.distillation.urls:
+    key, algorithm, rollout = "distillation.teachers", config.algorithm, config.rollout
+    teachers, data = config.distillation.teachers, config.data
+    if not teachers:
         return
-    key, algorithm, rollout = "distillation.urls", config.algorithm, config.rollout
-    for url in config.distillation.urls:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{key} has {url!r}, but that is not a URL: write http://HOST:PORT")
     if not isinstance(algorithm, PolicyOptimization):
         raise ValueError(
-            f"{key} names a teacher for what the policy samples, but algorithm.name="
-            f"{algorithm.name} samples nothing: remove it"
+            f"{key} scores what the policy samples, but algorithm.name={algorithm.name} samples "
+            "nothing: remove it"
         )
     if rollout.temperature != 1:
         raise ValueError(
-            f"the teacher of {key} scores at temperature 1, but rollout.temperature="
-            f"{rollout.temperature}: set it to 1.0"
+            f"{key} scores at temperature 1, but rollout.temperature={rollout.temperature}: set it "
+            "to 1.0"
         )
     if config.distillation.is_forward and rollout.samples_likeliest:
         raise ValueError(
@@ -248,11 +246,29 @@ def _check_distillation(config: Config) -> None:
             f"{rollout.top_k} give some 0, where it is infinite: set them to 1 and 0, or set "
             "distillation.divergence=sampled"
         )
-    if config.data.video_key is not None:
+    if data.video_key is not None:
         raise ValueError(
-            f"the teacher of {key} is sent no videos, but data.video_key="
-            f"{config.data.video_key}: set it to null or remove distillation.urls"
+            f"{key} is sent no videos, but data.video_key={data.video_key}: set it to null or "
+            f"remove {key}"
         )
+    known = ("answer", *data.extra_keys)
+    for name, teacher in teachers.items():
+        if teacher.rows and data.category_key is None:
+            raise ValueError(
+                f"{key}.{name}.rows are values of data.category_key, which is null: set it to a "
+                "column"
+            )
+        if others := [column for column in teacher.columns if column not in known]:
+            raise ValueError(
+                f"{key}.{name}.hint has the column {others[0]!r}, but it may only have those of "
+                f"{', '.join(known)}: add it to data.extra_keys"
+            )
+        if teacher.is_policy and rollout.max_staleness:
+            raise ValueError(
+                f"{key}.{name} is the policy itself with the weights that sampled, but "
+                f"rollout.max_staleness={rollout.max_staleness} samples with several: set it to 0, "
+                f"or {key}.{name}.urls to servers of its own"
+            )
 
 
 def _check_adapters(config: Config) -> None:

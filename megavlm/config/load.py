@@ -33,6 +33,7 @@ RENAMED: dict[str, str] = {
 logger = logging.getLogger(__name__)
 # Keys of earlier recipes, and what to write in their place.
 MOVED = {
+    "distillation.urls": "distillation.teachers.NAME.urls",
     "optimizer.betas": "optimizer.megatron.adam_beta1 and adam_beta2",
     "optimizer.eps": "optimizer.megatron.adam_eps",
     "optimizer.grad_reduce_in_bf16": "optimizer.megatron.grad_reduce_in_fp32=false",

@@ -279,6 +279,25 @@ class Processor:
         kept = [image for n, image in enumerate(prompt.images) if n not in numbers]
         return self._prompt(prompt.row, ids, kept)
 
+    def hinted(self, prompt: Prompt, hint: str) -> Prompt:
+        """Append a text to the last message of a prompt, whatever its length. Raises ValueError if
+        the prompt does not end as the chat template begins a response to a user.
+        """
+        end: list[int] = self._tokenizer(
+            self.chat_template.before_response, add_special_tokens=False
+        )["input_ids"]
+        ids = list(prompt.short_ids)
+        if ids[-len(end) :] != end:
+            shown = self._tokenizer.decode(ids[-len(end) :])
+            raise ValueError(
+                f"{prompt.row.source}: the prompt ends by {shown!r} and not by "
+                f"{self.chat_template.before_response!r}, so that it has no place for the hint of "
+                "distillation.teachers: remove the hint"
+            )
+        text = self.chat_template.spelled_out(hint)
+        added: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._prompt(prompt.row, [*ids[: -len(end)], *added, *end], prompt.images)
+
     def image(self, row: Row, number: int, *, is_video: bool) -> ProcessedImage:
         """Process one image or video of a row, numbered from 0. Raises ValueError as `prompt`
         does.

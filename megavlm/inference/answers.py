@@ -229,25 +229,33 @@ def _finish(
 
 
 def parse_scores(
-    answer: Any, prompt: "Prompt", responses: Sequence[Response], top_k: int = 0
+    answer: Any,
+    prompt: "Prompt",
+    responses: Sequence[Response],
+    num_prompt_tokens: int,
+    top_k: int = 0,
 ) -> list[TeacherLogprobs]:
-    """Return the log-probs of each response in an answer to `score_body`.
+    """Return the log-probs of each response in an answer to `score_body`. num_prompt_tokens, top_k:
+    As in the request.
 
     Raises MALFORMED for an answer of another form, and RolloutRequestError if the server counts
-    other prompt tokens, or does not return the likeliest tokens as arrays.
+    other prompt tokens, reads other tokens, or does not return the likeliest tokens as arrays.
     """
     found = []
     for item, response in zip(_items(answer, len(responses)), responses, strict=True):
         meta, num_tokens = item["meta_info"], len(response.token_ids)
-        counted, expected = meta["prompt_tokens"], len(prompt.token_ids) + num_tokens
+        counted, expected = meta["prompt_tokens"], num_prompt_tokens + num_tokens
         if counted != expected:
             raise RolloutRequestError(
                 f"{prompt.row.source}: the server counts {counted} tokens of prompt and response "
-                f"and the trainer {expected}; both must have images of the same sizes"
+                f"instead of {expected}; it reads the prompt's tokens otherwise"
             )
         tokens, logprobs = _arrays(meta["input_token_logprobs"][1:])
         if not np.array_equal(tokens, response.token_ids):
-            raise ValueError("log-probs of other tokens")
+            raise RolloutRequestError(
+                f"{prompt.row.source}: the server gives log-probs of other tokens than the "
+                "response's, as it does if this spells an image token"
+            )
         if not (np.abs(logprobs) <= LARGEST).all():  # NaN is not either
             raise ValueError("log-probs that are not finite")
         top = _top_tokens(meta, num_tokens, top_k) if top_k else None

@@ -101,10 +101,20 @@ def continue_body(
 
 
 def score_body(
-    prompt: "Prompt", responses: Sequence[Response], encoder: Encoder = IN_BODY, *, top_k: int = 0
+    prompt: "Prompt",
+    responses: Sequence[Response],
+    num_prompt_tokens: int,
+    sampling_params: SamplingParams | None = None,
+    encoder: Encoder = IN_BODY,
+    *,
+    top_k: int = 0,
 ) -> list[Body]:
     """Return the JSON body of a /generate request for log-probs of responses to a prompt, in
-    parts. top_k: Likeliest tokens that are returned at each position.
+    parts.
+
+    num_prompt_tokens: Number of the prompt's tokens as the server expands its images.
+    sampling_params: Give the names of the adapter and the cache that the server uses. top_k:
+    Likeliest tokens that are returned at each position.
     """
     body: dict[str, Any] = {
         "input_ids": [
@@ -114,7 +124,7 @@ def score_body(
         "return_logprob": True,
         # The server counts all tokens of images. The first entry is that of this token, the
         # prompt's last, and the second that of the response's first token.
-        "logprob_start_len": len(prompt.token_ids) - 1,
+        "logprob_start_len": num_prompt_tokens - 1,
     }
     if top_k:
         # Arrays in base64 have a third of the bytes of numbers in JSON.
@@ -123,7 +133,17 @@ def score_body(
             "return_flat_raw_top_logprobs": True,
             "return_flat_raw_top_logprobs_b64": True,
         }
+    if sampling_params is not None:
+        body |= _names(sampling_params)
     return _with_media(body, _shared_media(prompt, len(responses), encoder))
+
+
+def count_body(prompt: "Prompt") -> list[Body]:
+    """Return the JSON body of a /generate request for only the number of a prompt's tokens, in
+    parts.
+    """
+    body = {"input_ids": [list(prompt.request_ids)], "sampling_params": {"max_new_tokens": 0}}
+    return _with_media(body, _shared_media(prompt, 1, IN_BODY))
 
 
 def _shared_media(prompt: "Prompt", count: int, encoder: Encoder) -> dict[str, Sequence[Body]]:

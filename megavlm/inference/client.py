@@ -10,7 +10,7 @@ import aiohttp
 from megavlm.http_client import open_session
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.generation import GenerationBatch, OnComplete
-from megavlm.inference.protocol import Response, SamplingParams
+from megavlm.inference.protocol import Response, SamplingParams, Scored
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_pool.routing import Routing
 
@@ -59,6 +59,7 @@ class RolloutClient:
         groups: Sequence[list[Response]] | None = None,
         on_complete: OnComplete | None = None,
         skip_timed_out: bool = False,
+        scored: Scored | None = None,
     ) -> list[list[Response]]:
         """Return n responses to each prompt, in the order of the prompts. Runs in `runner`; several
         calls may run at the same time.
@@ -74,7 +75,7 @@ class RolloutClient:
             on_complete: Runs for each group as soon as it is complete, with the index of its
             prompt, its
                 responses, and a function that returns a response to another prompt.
-            skip_timed_out: See GenerationBatch; it needs `on_complete`.
+            skip_timed_out, scored: See GenerationBatch; the first needs `on_complete`.
 
         Raises RolloutRequestError if a server refuses a request or counts a different number of
         prompt tokens than the trainer, RolloutServerError if all attempts failed or too few servers
@@ -92,6 +93,7 @@ class RolloutClient:
             accepts=accepts,
             on_complete=on_complete,
             skip_timed_out=skip_timed_out,
+            scored=scored,
             routing=self._routing,
             http=self._http,
             limits=self.limits,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import aiohttp
 
 from megavlm.inference.errors import RolloutServerError
-from megavlm.inference.protocol import Response, SamplingParams, bearer, is_complete
+from megavlm.inference.protocol import Response, SamplingParams, Scored, bearer, is_complete
 from megavlm.inference.requests import (
     ATTEMPTS,
     Request,
@@ -72,6 +72,9 @@ class GenerationBatch:
     `on_complete` is called with []; for later turns, `ask` raises RequestTimedOut. If a server
     refuses a later turn, `ask` always raises RequestRefused.
 
+    scored: Responses to the only prompt, n of them. They are not sampled, but returned with what
+    the servers say of them as a teacher.
+
     show: Callback for a progress line. beat: Callback for each answer.
 
     loads, peers: Slots taken per server, and all batches of the client; shared by them.
@@ -91,6 +94,7 @@ class GenerationBatch:
     version: str | None = None
     on_complete: OnComplete | None = None
     skip_timed_out: bool = False
+    scored: Scored | None = None
     accepts: Callable[[str], bool] | None = None
     loads: Counter[str] = field(default_factory=Counter)
     peers: "list[GenerationBatch]" = field(default_factory=list)
@@ -169,6 +173,8 @@ class GenerationBatch:
                 num_servers=max(len(self.routing.routable(self.version)), 1),
                 skipped=self._timed_out,
             )
+        for request in requests if self.scored else ():
+            request.scored = self.scored
         return [*requests, *map(self._next_turn, self._asked)]
 
     def _next_turn(self, index: int) -> Request:
@@ -400,7 +406,7 @@ class GenerationBatch:
 
     def _other_versions(self, answers: list[list[Response]], request: Request) -> list[str]:
         """Return the weight versions of new tokens that are not accepted."""
-        if self.version is None and self.accepts is None:
+        if (self.version is None and self.accepts is None) or request.scored:
             return []
         accepts = self.accepts or (lambda version: version == self.version)
         starts = [len(response.token_ids) for response in request.begun] or [0] * request.n

@@ -3,7 +3,7 @@ Bodies of requests are made in bodies.py, and answers read in answers.py.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
@@ -120,6 +120,10 @@ class Response:
     kept: KeptTokens | None = None
     teacher_top: TopTokens | None = None
 
+    def with_scores(self, found: TeacherLogprobs) -> "Response":
+        """Return the response with what a teacher says of it."""
+        return replace(self, teacher_logprobs=found.logprobs, teacher_top=found.top)
+
     @property
     def is_complete(self) -> bool:
         return self.finish != ABORT
@@ -171,6 +175,15 @@ class Response:
         if self.routed_experts is None:
             return 0
         return num_prompt_tokens + max(len(self.token_ids) - 1, 0)
+
+
+class Scored(NamedTuple):
+    """Responses to one prompt that a server scores as a teacher, and how many of its likeliest
+    tokens it returns at each position.
+    """
+
+    responses: Sequence[Response]
+    top_k: int
 
 
 def is_complete(responses: Sequence[Response]) -> bool:

@@ -5,17 +5,25 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
 
-from megavlm.inference.answers import MALFORMED, parse_continue, parse_generate
-from megavlm.inference.bodies import IN_BODY, MEDIA, Body, Encoder, continue_body, generate_body
+from megavlm.inference.answers import MALFORMED, parse_continue, parse_generate, parse_scores
+from megavlm.inference.bodies import (
+    IN_BODY,
+    MEDIA,
+    Body,
+    Encoder,
+    continue_body,
+    generate_body,
+    score_body,
+)
 from megavlm.inference.errors import RolloutRequestError
-from megavlm.inference.protocol import Response, SamplingParams, bearer
+from megavlm.inference.protocol import Response, SamplingParams, Scored, bearer
 from megavlm.inference.server_pool.routing import Address
 from megavlm.parallel.shared_file import shared_file
 
@@ -77,8 +85,8 @@ class RequestRefused(RolloutRequestError):
 
 @dataclass(eq=False)
 class Request:
-    """A request for n new responses to each of `prompts`, or for the rest of one prompt's aborted
-    responses `begun`.
+    """A request for n new responses to each of `prompts`, for the rest of one prompt's aborted
+    responses `begun`, or for log-probs of the responses in `scored` to one prompt.
 
     indices: Index of each prompt in the batch. slots: Slots of a server that it takes. most: Limit
     of a response's tokens, if it is below the sampling's. first_routed: The first token of a prompt
@@ -91,6 +99,7 @@ class Request:
     n: int
     begun: Sequence[Response] = ()
     slots: int = 1
+    scored: Scored | None = field(default=None, kw_only=True)
     most: int | None = None
     first_routed: int = 0
     not_before: float = 0.0
@@ -177,15 +186,26 @@ class Request:
             raise RequestFailed(f"malformed response: {error!r}") from error
 
     def body(self, sampling_params: SamplingParams, encoder: Encoder) -> list[Body]:
+        if self.scored:
+            (prompt,) = self.prompts
+            responses, top_k = self.scored
+            num = len(prompt.token_ids)
+            return score_body(prompt, responses, num, sampling_params, encoder, top_k=top_k)
         if self.begun:
             return continue_body(self.prompts[0], self._aborted, sampling_params, encoder)
         return generate_body(self.prompts, self.n, sampling_params, encoder, self.first_routed)
 
     def parse(self, answer: Any, sampling_params: SamplingParams) -> list[list[Response]]:
         """Return the responses of each prompt, including responses that were already complete.
+        Scored responses have what a teacher says of them.
 
         Raises as `parse_generate` does.
         """
+        if self.scored:
+            (prompt,) = self.prompts
+            responses, top_k = self.scored
+            found = parse_scores(answer, prompt, responses, len(prompt.token_ids), top_k)
+            return [[r.with_scores(x) for r, x in zip(responses, found, strict=True)]]
         if not self.begun:
             return parse_generate(answer, self.prompts, self.n, sampling_params, self.first_routed)
         rest = iter(parse_continue(answer, self.prompts[0], self._aborted, sampling_params))

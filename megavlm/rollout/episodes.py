@@ -29,11 +29,11 @@ from megavlm.environments.processes import make_environments
 from megavlm.inference.generation import GenerateFn
 from megavlm.inference.protocol import Response
 from megavlm.inference.requests import RequestRefused, RequestTimedOut
-from megavlm.inference.teacher import Teacher
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.group_tree import tree_parts
 from megavlm.rollout.observations import ObservationRenderer
-from megavlm.rollout.scores import add_group_rewards, ask_teacher, details, example
+from megavlm.rollout.scores import add_group_rewards, details, example
+from megavlm.rollout.teachers import Generate, Teachers
 from megavlm.rollout.timed_environment import TimedEnvironment, step_score
 from megavlm.rollout.trajectory import Episode, Group
 from megavlm.subprocess_pool.failure import CallFailure
@@ -45,10 +45,6 @@ T = TypeVar("T")
 
 MAX_REPLACED = 1000  # limit of prompts in a row that cannot start an episode
 
-# RolloutClient.generate with sampling and weights bound. It takes prompts, `n`, `groups`,
-# `on_complete`.
-Generate = Callable[..., Awaitable[object]]
-
 
 class EpisodeRunner:
     """Plays episodes in the configured environment, and owns the processes of its rewards."""
@@ -59,14 +55,14 @@ class EpisodeRunner:
         processor: Processor,
         reward_manager: RewardManager,
         runner: asyncio.Runner,
-        teacher: Teacher | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         """Load the environment. runner: The asyncio runner that the rollout client also uses.
-        teacher: It scores the responses of the groups that are trained on. Raises ValueError if the
-        environment cannot be loaded.
+        teachers: They score the responses of the groups that are trained on. Raises ValueError if
+        the environment cannot be loaded.
         """
         self._config, self._settings = config, config.environment
-        self._processor, self.reward_manager, self._teacher = processor, reward_manager, teacher
+        self._processor, self.reward_manager, self._teachers = processor, reward_manager, teachers
         self._environments = runner.run(make_environments(config.environment))
         template = processor.chat_template
         self._chat = ChatFormat(
@@ -133,7 +129,7 @@ class EpisodeRunner:
                 )
             started += found
         for group in started:  # the groups of an evaluation have no teacher
-            group.awaits_teacher = self._teacher is not None
+            group.awaits_teacher = self._teachers is not None and self._teachers.scores(group)
         return started
 
     async def check_start(self, prompt: Prompt) -> None:
@@ -166,7 +162,7 @@ class EpisodeRunner:
             group.responses = received  # filled while they arrive
 
         async def on_complete(index: int, complete: Sequence[Response], ask: GenerateFn) -> None:
-            await self.play_group(groups[index], complete, ask)
+            await self.play_group(groups[index], complete, ask, generate)
             played(groups[index])
 
         # The first turn of a group is one request prompt with n responses. From the second turn on,
@@ -183,11 +179,11 @@ class EpisodeRunner:
             _close(groups)
 
     async def play_group(
-        self, group: Group, responses: Sequence[Response], ask: GenerateFn
+        self, group: Group, responses: Sequence[Response], ask: GenerateFn, generate: Generate
     ) -> None:
         """Play the started episodes of a group from their first responses to their end, or until a
         request times out. responses: One first response per episode; empty if the first request
-        timed out.
+        timed out. generate: As in `play`; a policy that is its own teacher scores by it.
         """
         try:
             if self._agents is not None:
@@ -201,8 +197,9 @@ class EpisodeRunner:
         if group.has_ended and group.awaits_reward:
             await add_group_rewards(group, self.reward_manager, self._config.data.system_prompt)
         if group.has_ended and group.awaits_teacher:
-            assert self._teacher is not None
-            await ask_teacher(group, self._teacher, self.reward_manager, self._name(group.prompt))
+            assert self._teachers is not None
+            where = self._name(group.prompt)
+            await self._teachers.score(group, generate, self.reward_manager, where)
         group.timed_out = not group.is_played
         if group.is_played:
             tree_parts(group)  # found now, while other groups are generated
@@ -216,8 +213,8 @@ class EpisodeRunner:
         await self._environments.close()
         if self._agents is not None:
             await self._agents.close()
-        if self._teacher is not None:
-            await self._teacher.close()
+        if self._teachers is not None:
+            await self._teachers.close()
         await self.reward_manager.close()
 
     async def _start(self, group: Group, n: int, stage: CurriculumStage | None) -> None:

@@ -13,6 +13,7 @@ from megavlm.algorithms.aggregation import loss_denominator, token_weights
 from megavlm.algorithms.dapo import overlong_penalty
 from megavlm.algorithms.grpo import differs
 from megavlm.config.algorithm import PolicyOptimization
+from megavlm.config.distillation import Distillation
 from megavlm.data.media.image_processing import ProcessedImage
 from megavlm.data.packs.target_tokens import TargetColumns
 from megavlm.data.packs.trees import Tree
@@ -41,16 +42,16 @@ def policy_trees(
     max_turns: int = 1,
     version: int = 0,
     denominator: float | None = None,
-    has_teacher: bool = False,
+    distillation: Distillation | None = None,
 ) -> list[Tree]:
     """Return the trees of one update: one tree per group, with the prompt once and all responses
     with their columns.
 
     max_new_tokens: Token limit of one turn. max_turns: Maximum turns of an episode. version:
     Version of the current weights. denominator: Denominator of the loss, if the update has more
-    groups; see `denominator_of`. has_teacher: If true, the columns have a teacher's log-probs, and
-    the targets its likeliest tokens if there are any. A skipped episode has zero loss weights, and
-    does not affect the advantages of others.
+    groups; see `denominator_of`. distillation: With teachers, the columns have the teachers'
+    log-probs and numbers, and the targets their likeliest tokens if there are any. A skipped
+    episode has zero loss weights, and does not affect the advantages of others.
     """
     if not groups:  # a streamed batch may have none of a minibatch
         return []
@@ -66,6 +67,12 @@ def policy_trees(
         "group_ids": torch.tensor(group_ids),
         "has_reward": torch.tensor([not episode.score.skipped for episode in episodes]),
     }
+    has_teacher = distillation is not None and bool(distillation.teachers)
+    if distillation is not None and has_teacher:
+        numbers = {name: number for number, name in enumerate(distillation.teachers)}
+        named = [distillation.teacher_of(group.prompt.row.category) for group in groups]
+        teacher_ids = [-1 if name is None else numbers[name] for name in named]
+        shared["teacher_ids"] = torch.tensor(teacher_ids)[shared["group_ids"]]
     of_episodes = zip(*(values.unbind() for values in shared.values()), strict=True)
     turn_ids = torch.arange(max(len(episode.responses) for episode in episodes)).unbind()
     rewards = iter(_rewards(episodes, settings, max_new_tokens))

@@ -9,6 +9,7 @@ from megavlm.rollout.backlog import backlog_state
 from megavlm.rollout.buffer import StreamBatch
 from megavlm.rollout.recorded import RecordedRollouts
 from megavlm.rollout.sampler import Refit, Sampler
+from megavlm.rollout.teachers import has_teacher
 from megavlm.rollout.trajectory import Group
 
 
@@ -48,12 +49,13 @@ class ReplaySource:
                 f"algorithm.routing_replay=true replays experts, but rollout.replay={self._folder} "
                 f"has none in step {step}: record them with routing_replay=true, or set it to false"
             )
-        teacher = sampler.config.distillation
-        if teacher.urls and not _has_scores(groups, teacher.top_k):
+        distillation = sampler.config.distillation
+        scored = [group for group in groups if has_teacher(distillation, group.prompt.row)]
+        if not _has_scores(scored, distillation.top_k):
             raise ValueError(
-                f"distillation.urls names a teacher, but rollout.replay={self._folder} has no "
-                f"log-probs of one with distillation.top_k={teacher.top_k} in step {step}: record "
-                "them so, or remove distillation.urls"
+                f"distillation.teachers has teachers, but rollout.replay={self._folder} has no "
+                f"log-probs of them with distillation.top_k={distillation.top_k} in step {step}: "
+                "record them so, or remove distillation.teachers"
             )
         self.measures = self._stream.measures
         yield StreamBatch(groups[:count], range(count), left_out=groups[count:])
@@ -71,9 +73,14 @@ class ReplaySource:
 
 def _has_scores(groups: Sequence[Group], top_k: int) -> bool:
     """Return True if a response has a teacher's log-probs (with `top_k`, so many likeliest tokens),
-    or if all rewards failed, as they do where a teacher does not answer.
+    or if none was asked of a teacher or got an answer.
     """
-    episodes = [e for group in groups for e in group.episodes if e.score.failure is None]
+    episodes = [
+        episode
+        for group in groups
+        for episode in group.episodes
+        if episode.score.failure is None and not episode.score.skipped
+    ]
     responses = [response for episode in episodes for response in episode.responses]
     if not top_k:
         return not episodes or any(r.teacher_logprobs is not None for r in responses)

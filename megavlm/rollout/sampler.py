@@ -16,9 +16,9 @@ from megavlm.families import family_of
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.protocol import SamplingParams, adapter_name
 from megavlm.inference.routed_experts import routed_experts_shape
-from megavlm.inference.teacher import Teacher
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.rewards import make_reward_manager
+from megavlm.rollout.teachers import Teachers
 from megavlm.rollout.trajectory import Group
 
 Refit = Callable[[], None]  # pushes the weights to servers that restarted
@@ -44,9 +44,10 @@ class Sampler:
         self.sampling_params = make_sampling_params(config, self.processor)
         self._client = client
         if client is not None:
-            teacher = Teacher(config.distillation) if config.distillation.urls else None
             rewards = make_reward_manager(config)
-            self.episodes = EpisodeRunner(config, self.processor, rewards, client.runner, teacher)
+            given = config.distillation
+            teachers = Teachers(given, self.processor) if given.teachers else None
+            self.episodes = EpisodeRunner(config, self.processor, rewards, client.runner, teachers)
 
     @property
     def client(self) -> RolloutClient:

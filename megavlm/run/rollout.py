@@ -38,7 +38,7 @@ def record_rollouts(config: Config, progress: Progress) -> None:
         config,
         run=replace(config.run, record_rollouts=True),
         algorithm=replace(config.algorithm, dynamic_sampling=0),
-        distillation=replace(config.distillation, urls=()),  # nothing is trained
+        distillation=replace(config.distillation, teachers={}),  # nothing is trained
         # No weights are pushed, so that nothing runs ahead of a push or is finished after one.
         rollout=replace(config.rollout, max_staleness=0, oversample=1.0),
     )

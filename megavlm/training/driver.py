@@ -34,7 +34,7 @@ class Driver:
         """
         self.config, self.connection, self._progress = config, connection, progress
         self.sampler = Sampler(config, None if connection is None else connection.client)
-        if config.distillation.urls and config.rollout.replay is None:
+        if config.distillation.teachers and config.rollout.replay is None:
             check_tokenizers(config.distillation, self.sampler.processor.token_texts())
         self.planner = StepPlanner(config, hf_config, mesh, self.sampler.processor)
         self.evaluator = Evaluator(self.sampler, config.evaluation)

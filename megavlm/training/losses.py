@@ -20,6 +20,7 @@ from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.forward_backward import LossFunction, Measures
 
 NO_TEACHER = Distillation()
+OF_TEACHER = "kl_teacher/"  # prefix of the divergence from one teacher
 CUSTOM = "policy_loss/"  # prefix of the metrics that a policy loss adds
 
 
@@ -39,8 +40,8 @@ class Update:
 
     reduce: Sum over the context ranks that hold parts of the same pack.
 
-    distillation: Settings of the KL divergence from a teacher. It counts if the columns have
-    `teacher_logprobs`.
+    distillation: Settings of the KL divergence from the teachers. It counts if the columns have
+    `teacher_logprobs` and `teacher_ids`.
     """
 
     kl_coefficient: float
@@ -111,8 +112,9 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
             else:
                 teacher = columns.teacher_logprobs.where(known, logprobs.detach())
                 teacher_kl = teacher_kl_of(logprobs, teacher, old)
-            loss = loss + update.distillation.coefficient * correction * teacher_kl
-            measures["kl_teacher"] = teacher_kl.detach().sum()
+            scale, of_teachers = _by_teacher(update.distillation, columns, teacher_kl.detach())
+            loss = loss + scale * correction * teacher_kl
+            measures |= {"kl_teacher": teacher_kl.detach().sum()} | of_teachers
             signal |= known & (correction != 0)
         has_gap = settings.old_logprobs == "trainer" or update.is_first
         sampled = old if settings.old_logprobs == "trainer" else logprobs.detach()
@@ -206,6 +208,23 @@ def response_sums(columns: TargetColumns, values: Tensor, num: int) -> Tensor:
     assert columns.is_chosen is not None
     responses = columns.sequence_ids + num * (~columns.is_chosen).long()
     return segment_sum(values.double(), responses, 2 * num).view(2, num)
+
+
+def _by_teacher(
+    distillation: Distillation, columns: TargetColumns, divergences: Tensor
+) -> tuple[Tensor, Measures]:
+    """Return each token's coefficient [N] of its divergence from its teacher, and measures of each
+    teacher: the sum of the divergences [N], and the number of tokens that it scored.
+    """
+    ids, logprobs = columns.teacher_ids, columns.teacher_logprobs
+    assert ids is not None and logprobs is not None
+    scale, measures = torch.zeros_like(divergences), {}
+    for number, (name, teacher) in enumerate(distillation.teachers.items()):
+        scored = (ids == number) & ~logprobs.isnan()
+        scale = scale + distillation.coefficient * teacher.weight * scored
+        measures[OF_TEACHER + name] = (divergences * scored).sum()
+        measures[f"teacher_tokens/{name}"] = scored.float().sum()
+    return scale, measures
 
 
 def _correction(

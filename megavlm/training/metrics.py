@@ -5,7 +5,7 @@ observability/metrics.py describes each metric.
 from collections.abc import Mapping, Sequence
 
 from megavlm.algorithms.value_loss import explained_variance
-from megavlm.training.losses import CUSTOM
+from megavlm.training.losses import CUSTOM, OF_TEACHER
 
 Report = Mapping[str, float]
 
@@ -37,6 +37,12 @@ def policy_metrics(reports: Sequence[Report]) -> dict[str, float]:
     for name in reports[0]:
         if name.startswith(CUSTOM):
             metrics[name] = _per_token(reports, name)
+        elif name.startswith(OF_TEACHER):
+            scored = sum(
+                report[f"teacher_tokens/{name.removeprefix(OF_TEACHER)}"] for report in reports
+            )
+            if scored:
+                metrics[name] = sum(report[name] for report in reports) / scored
     return metrics | engine_metrics(reports) | _update(reports)
 
 

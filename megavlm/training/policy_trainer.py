@@ -133,7 +133,7 @@ class PolicyTrainer(BaseTrainer):
                 max_turns=config.environment.max_turns,
                 version=self.train_state.step,
                 denominator=groups.denominator,
-                has_teacher=bool(config.distillation.urls),
+                distillation=config.distillation,
             )
             for minibatch in groups.add(streamed)
         ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megavlm.algorithms.aggregation import token_weights
 from megavlm.config.algorithm import GRPO, PPO
-from megavlm.config.distillation import Distillation
+from megavlm.config.distillation import Distillation, TeacherConfig
 from megavlm.config.optimizer import Optimizer
 from megavlm.data.packs.packing import Pack, make_pack
 from megavlm.data.packs.token_sets import TokenSets
@@ -86,16 +86,23 @@ SETTINGS: dict[str, GRPO | PPO] = {
         advantage_estimator="tests.unit.algorithms.own:baseline",
         policy_loss="tests.unit.algorithms.own:plain",
     ),
-    "a teacher": replace(PLAIN, importance="sequence", importance_cap=1.1),
-    "a teacher's tokens": replace(PLAIN, entropy_coefficient=0.02),
+    "teachers": replace(PLAIN, importance="sequence", importance_cap=1.1),
+    "teachers' tokens": replace(PLAIN, entropy_coefficient=0.02),
     "kept tokens": replace(PLAIN, entropy_coefficient=0.01, importance="token"),
     "reinforce++ baseline": replace(PLAIN, advantage_estimator="reinforce_plus_plus_baseline"),
     "ppo": PPO(kl_coefficient=0.1, kl_in="reward", critic="shared", lam=0.9, gamma=0.95),
     "ppo by turn": PPO(critic="shared", gae_level="turn", mask_truncated=True),
 }
 
+TEACHERS = {
+    "first": TeacherConfig(urls=("http://a",), rows=("a",)),
+    "second": TeacherConfig(urls=("http://b",), weight=2.0),
+}
 
-FORWARD = Distillation(coefficient=0.5, divergence="forward_topk", top_k=4)
+
+SAMPLED = Distillation(teachers=TEACHERS, coefficient=0.5)
+FORWARD = replace(SAMPLED, divergence="forward_topk", top_k=4)
+TAUGHT = SETTINGS["teachers"], SETTINGS["teachers' tokens"]
 
 
 def trees_of(cases: list[Sequences], settings: GRPO | PPO) -> list[Tree]:
@@ -200,8 +207,9 @@ class Model:
                 reference_logprobs=given.logprobs + 0.3 * (3 * drawn).sin(),
                 values=given.values + 0.6 * (2 * drawn).cos(),
                 teacher_logprobs=(given.logprobs + 0.4 * (4 * drawn).sin()).where(drawn < 1, NAN)
-                if settings in (SETTINGS["a teacher"], SETTINGS["a teacher's tokens"])
+                if settings in TAUGHT
                 else None,
+                teacher_ids=(drawn < 0).long() if settings in TAUGHT else None,
             )
         in_reward, over_all = settings.kl_in == "reward", summing(mesh.groups.dp_cp)
         coefficient = settings.kl_coefficient if in_reward else 0.0
@@ -221,9 +229,7 @@ class Model:
         given = Update(
             kl_coefficient=settings.kl_coefficient,
             reduce=summing(self.mesh.groups.cp),
-            distillation=FORWARD
-            if settings is SETTINGS["a teacher's tokens"]
-            else Distillation(coefficient=0.5),
+            distillation=FORWARD if settings is SETTINGS["teachers' tokens"] else SAMPLED,
         )
         policy = policy_loss(settings, given)
         if isinstance(settings, PPO):

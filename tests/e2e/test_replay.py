@@ -152,7 +152,7 @@ def test_a_policy_run_that_stops_and_resumes_is_the_run_again(
 def test_a_replay_with_a_teacher_is_the_run_again(world: World, running: Running) -> None:
     """The policy's own server is the teacher. The replay asks none: its key is wrong."""
     distillation = {
-        "urls": running.rollout["urls"],
+        "teachers": {"itself": {"urls": running.rollout["urls"]}},
         "divergence": "forward_topk",
         "top_k": 16,
         "coefficient": 0.1,
@@ -182,4 +182,4 @@ def test_a_replay_with_a_teacher_is_the_run_again(world: World, running: Running
     assert 0 < ours[0]["teacher_rest"] < 1
     sections["distillation"] = distillation | {"top_k": 17}
     done = world.megavlm("train", world.recipe("taught_more", **sections, rollout=replayed))
-    assert "has no log-probs of one with distillation.top_k=17 in step 1" in done.stderr
+    assert "has no log-probs of them with distillation.top_k=17 in step 1" in done.stderr

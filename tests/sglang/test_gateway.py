@@ -14,16 +14,17 @@ import torch
 from transformers import AutoConfig
 
 from megavlm.config.algorithm import GRPO
-from megavlm.config.distillation import Distillation
+from megavlm.config.distillation import Distillation, TeacherConfig
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.data.packs.packing import make_pack
 from megavlm.data.packs.trees import Tree
 from megavlm.data.rows import Row
 from megavlm.inference.protocol import SamplingParams
-from megavlm.inference.teacher import API_KEY, Teacher
+from megavlm.inference.teacher import API_KEY
 from megavlm.models.common.config import ModelOptions
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.groups import policy_trees
+from megavlm.rollout.teachers import Teachers
 from megavlm.rollout.trajectory import Group
 from tests.parity.runs import Run
 from tests.parity.table import LAYOUTS
@@ -47,10 +48,13 @@ def test_the_trainers_logprobs_are_those_of_the_agents_calls_and_of_a_teacher(
     monkeypatch.setenv("PYTHONPATH", str(USER), prepend=os.pathsep)
     served = servers(family).restore()
     monkeypatch.setenv(API_KEY, served.server.api_key)
-    teacher = Teacher(
-        Distillation(urls=(served.server.url,), divergence="forward_topk", top_k=TOP_K)
-    )
     processor = served.processor
+    given = Distillation(
+        teachers={"itself": TeacherConfig(urls=(served.server.url,))},
+        divergence="forward_topk",
+        top_k=TOP_K,
+    )
+    teachers = Teachers(given, processor)
     how = SamplingParams(
         1.0, 12, suppressed_ids=processor.suppressed_ids, stop_ids=processor.stop_ids
     )
@@ -69,7 +73,7 @@ def test_the_trainers_logprobs_are_those_of_the_agents_calls_and_of_a_teacher(
     )
     group = Group(processor.prompt(row))
     with served.client as client:
-        playing = EpisodeRunner(config, processor, graded(), client.runner, teacher)
+        playing = EpisodeRunner(config, processor, graded(), client.runner, teachers)
         try:
             started = client.run(playing.start_or_replace([group], 2, lambda count: []))
             client.run(playing.play(started, partial(client.generate, sampling_params=how)))
@@ -80,7 +84,7 @@ def test_the_trainers_logprobs_are_those_of_the_agents_calls_and_of_a_teacher(
         assert len(episode.responses) == 7 and episode.counts["branches"] == 3
         assert episode.counts["cancelled_calls"] <= 1
         assert episode.counts["unmatched_messages"] == 1
-    (tree,) = policy_trees([group], GRPO(), max_new_tokens=12, max_turns=16, has_teacher=True)
+    (tree,) = policy_trees([group], GRPO(), max_new_tokens=12, max_turns=16, distillation=given)
     images = {shown.key: shown for prompt in group.prompts for shown in prompt.images}
     (largest,) = launch(1, largest_differences, served.folder, tree, images, how.suppressed_ids)
     assert max(largest) < 1e-4

@@ -81,6 +81,7 @@ class ChatTemplate:
             list(_EXCHANGE[:1]), chat_template=template, add_generation_prompt=True, tokenize=False
         )
         self.opens_thought: bool = asked.rstrip().endswith(_THINK)
+        self.before_response: str = asked.rpartition(str(_EXCHANGE[0]["content"]))[2]
         self._ends: list[str] = [tokenizer.decode([end_id]) for end_id in end_ids]
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         names = {str(tokenizer.convert_ids_to_tokens(i)) for i in special | set(control_ids)}

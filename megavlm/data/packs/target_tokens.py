@@ -65,6 +65,10 @@ class TargetColumns:
     """float32, nats. Log-probs by a teacher, NaN where it gave none. Written by the rollout, read
     by the loss.
     """
+    teacher_ids: Tensor | None = None
+    """int64. Number of the token's teacher in distillation.teachers, -1 for none. Read by the
+    loss.
+    """
     values: Tensor | None = None
     """float32. The critic's values before the step's updates. Read by GAE and the value loss."""
     advantages: Tensor | None = None

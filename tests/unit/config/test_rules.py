@@ -16,7 +16,8 @@ BASE = {"run": {"dir": "x"}, "model": {"folder": "m"}}
 SFT = "algorithm.name=sft"
 DPO = ("algorithm.name=dpo", "data.rejected_key=rejected")
 FORWARD = "distillation.divergence=forward_topk"
-TEACHER = "distillation.urls=[http://node:30000]"
+TEACHER = "distillation.teachers.large.urls=[http://node:30000]"
+SELF = "distillation.teachers.itself.hint=It is {answer}"
 FILES = "data.test_files=[t]"
 KEEP = ("checkpoint.every=10", "checkpoint.keep_last=2")
 AWARE = "optimizer.megatron.use_precision_aware_optimizer=true"
@@ -90,7 +91,7 @@ BROKEN = {
         "algorithm.loss_type=kto",
     ): "algorithm.loss_type=",
     (*DPO, "algorithm.epochs=2"): "unknown key algorithm.epochs",
-    (TEACHER, SFT): "distillation.urls names a teacher for what the policy samples, but algorithm.",
+    (TEACHER, SFT): "distillation.teachers scores what the policy samples, but algorithm.name=sft",
     (
         TEACHER,
         "rollout.temperature=0.7",
@@ -114,8 +115,38 @@ BROKEN = {
         "data.video_key=videos",
     ): "is sent no videos, but data.video_key=videos: set it to null",
     (
-        "distillation.urls=[node:30000]",
-    ): "distillation.urls has 'node:30000', but that is not a URL: writ",
+        TEACHER.replace("http://", ""),
+    ): "distillation.teachers.large.urls has 'node:30000', but that is not a URL: writ",
+    (
+        TEACHER,
+        "distillation.teachers.large.weight=0",
+    ): "distillation.teachers.large.weight=0.0 must be a number above 0",
+    (
+        "distillation.teachers.x.weight=1",
+    ): "distillation.teachers.x has no urls, so that it is the policy itself, which learns nothing",
+    (
+        TEACHER,
+        TEACHER.replace("large", "small"),
+    ): "distillation.teachers.small and distillation.teachers.large both have no rows, but a row h",
+    (
+        TEACHER,
+        TEACHER.replace("large", "small"),
+        "distillation.teachers.large.rows=[count,colour]",
+        "distillation.teachers.small.rows=[compare,count]",
+    ): "distillation.teachers.small and distillation.teachers.large both have the rows 'count', b",
+    (
+        TEACHER,
+        "distillation.teachers.large.rows=[count]",
+        "data.category_key=null",
+    ): "distillation.teachers.large.rows are values of data.category_key, which is null: set it",
+    (
+        SELF.replace("answer", "feedback"),
+    ): "hint has the column 'feedback', but it may only have those of answer: add it to data.ext",
+    (SELF.replace("}", ""),): "does not name its columns (expected '}' before end of string): wr",
+    (
+        SELF,
+        "rollout.max_staleness=1",
+    ): "distillation.teachers.itself is the policy itself with the weights that sampled, but rollo",
     ("distillation.kl_estimator=k1",): "distillation.kl_estimator=",
     ("algorithm.policy_loss=gspo",): "set algorithm.loss_aggregation=sequence_mean",
     (

@@ -2,18 +2,21 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from megavlm.config.environment import EnvironmentConfig
 from megavlm.config.reward import Reward
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
-from megavlm.inference.protocol import Response
-from megavlm.inference.teacher import Teacher
+from megavlm.inference.protocol import Response, Scored
 from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.episodes import EpisodeRunner
+from megavlm.rollout.teachers import Teachers
 from megavlm.rollout.trajectory import Episode, Group
 from megavlm.subprocess_pool.failure import CallFailure
 from tests.conftest import png
@@ -38,7 +41,15 @@ class Policy:
         n: int,
         groups: Sequence[list[Response]],
         on_complete: Any,
+        scored: Scored | None = None,
     ) -> None:
+        if scored:  # the log-prob of each token is the negative length of the prompt
+            logprob = -np.float32(len(prompts[0].short_ids))
+            groups[0][:] = [
+                replace(r, teacher_logprobs=np.full(len(r.token_ids), logprob))
+                for r in scored.responses
+            ]
+            return
         self.asked.append((list(prompts), n))
         for group in groups:
             group[:] = [self.respond() for _ in range(n)]
@@ -65,7 +76,7 @@ def episode_runner(
     name: str,
     long_prompts: str = "refuse",
     max_new_tokens: int = 32,
-    teacher: Teacher | None = None,
+    teachers: Teachers | None = None,
     **settings: Any,
 ) -> EpisodeRunner:
     config: Any = SimpleNamespace(
@@ -76,7 +87,7 @@ def episode_runner(
             system_prompt=processor.chat_template.system_prompt, long_prompts=long_prompts
         ),
     )
-    return EpisodeRunner(config, processor, manager, RUNNER, teacher)
+    return EpisodeRunner(config, processor, manager, RUNNER, teachers)
 
 
 def play(

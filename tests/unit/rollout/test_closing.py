@@ -106,9 +106,9 @@ def test_an_environment_is_closed_whose_episode_ahead_is_stopped_or_not_answered
     assert RUNNER.run(playing.start([stopped, unanswered], 2)) == [stopped, unanswered]
 
     async def play() -> None:
-        await playing.play_group(unanswered, [], policy.ask)
+        await playing.play_group(unanswered, [], policy.ask, policy)
         answers = [policy.respond(), policy.respond()]
-        await asyncio.wait_for(playing.play_group(stopped, answers, policy.ask), 0.5)
+        await asyncio.wait_for(playing.play_group(stopped, answers, policy.ask, policy), 0.5)
 
     with pytest.raises(TimeoutError):
         RUNNER.run(play())

@@ -1,10 +1,12 @@
-"""A teacher's log-probs of played episodes: which responses it scores, and what failures do."""
+"""Teachers' log-probs of played episodes: which responses they score, and what failures do."""
 
 import asyncio
 import base64
 import json
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,19 +16,25 @@ import pytest
 import torch
 
 from megavlm.config.algorithm import GRPO
-from megavlm.config.distillation import Distillation
+from megavlm.config.distillation import Distillation, TeacherConfig
 from megavlm.config.reward import Reward
+from megavlm.data.packs.trees import Tree
 from megavlm.data.processor import Processor
-from megavlm.inference.requests import RequestLimits
+from megavlm.data.rows import Row
+from megavlm.inference.bodies import IN_BODY
+from megavlm.inference.protocol import SamplingParams, Scored
+from megavlm.inference.requests import Request, RequestLimits
 from megavlm.inference.teacher import Teacher
 from megavlm.rewards.base import RewardStop
 from megavlm.rewards.manager import Part, RewardManager
 from megavlm.rollout.groups import policy_trees, rollout_metrics
+from megavlm.rollout.teachers import Teachers
 from megavlm.rollout.trajectory import Group
+from tests.support.responses import make_response
 from tests.support.timeouts import scaled
 from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner
 
-SAMPLED, FORWARD = Distillation(), Distillation(divergence="forward_topk", top_k=3)
+FORWARD: dict[str, Any] = {"divergence": "forward_topk", "top_k": 3}
 TWO_TURNS: dict[str, Any] = {"max_turns": 2, "max_observation_tokens": 64}
 TEXTS = ("5", "3", "4", "3", "1")  # the first and the third episode try again
 
@@ -34,14 +42,16 @@ TEXTS = ("5", "3", "4", "3", "1")  # the first and the third episode try again
 class Server(ThreadingHTTPServer):
     """Answers as SGLang does: a token's log-prob is its negative id over 100, and the likeliest
     tokens are those after it, of log-probs -1, -2, ... statuses: Of the next answers; afterwards
-    all are 200. spoils: Changes an answer.
+    all are 200. spoils: Changes an answer. counted: The requests for only the number of tokens.
+    num_images: Tokens of the image in a prompt, less the one that is sent.
     """
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
         self.asked: list[dict[str, Any]] = []
         self.statuses: list[int] = []
-        self.num_images = 0
+        self.num_images, self.takes_images = 0, True
+        self.counted: list[dict[str, Any]] = []
         self.spoils: Any = lambda items: items
 
     @property
@@ -54,17 +64,35 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "return_logprob" not in body:
+            self.server.counted.append(body)
+            (ids,) = body["input_ids"]
+            counted = len(ids) + self.num_images(body)
+            self.answer(200, [{"meta_info": {"prompt_tokens": counted}}])
+            return
         self.server.asked.append(body)
         status = self.server.statuses.pop(0) if self.server.statuses else 200
-        answer = json.dumps(self.server.spoils([self.item(ids, body) for ids in body["input_ids"]]))
+        items = [self.item(ids, body) for ids in body["input_ids"]]
+        self.answer(status, self.server.spoils(items))
+
+    def do_GET(self) -> None:
+        assert self.path == "/model_info"
+        self.answer(200, {"has_image_understanding": self.server.takes_images})
+
+    def answer(self, status: int, content: Any) -> None:
+        answer = json.dumps(content)
         self.send_response(status)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer.encode())
 
+    def num_images(self, body: dict[str, Any]) -> int:
+        """Tokens of the image, of which a request has one."""
+        return self.server.num_images if "image_data" in body else 0
+
     def item(self, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
-        assert body["sampling_params"] == {"max_new_tokens": 0} and body["return_logprob"]
-        more = self.server.num_images  # tokens of images, of which a request has one
+        assert body["sampling_params"] == {"max_new_tokens": 0}
+        more = self.num_images(body)
         tokens = ids[body["logprob_start_len"] - more :]
         scored = [[None, tokens[0], None], *([-t / 100, t, None] for t in tokens[1:])]
         meta = {"prompt_tokens": len(ids) + more, "input_token_logprobs": scored}
@@ -91,15 +119,21 @@ def encoded(values: np.ndarray, dtype: str) -> str:
     return base64.b64encode(values.astype(dtype).tobytes()).decode()
 
 
-@pytest.fixture
-def server(processor: Processor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(RequestLimits, "retry_delay", 0.0)
-    with Server() as server:
+@contextmanager
+def serving(processor: Processor, port: int = 0) -> Iterator[Server]:
+    with Server(port) as server:
         prompt = processor.prompt(ROW)
         server.num_images = len(prompt.token_ids) - len(prompt.short_ids)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
+
+
+@pytest.fixture
+def server(processor: Processor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(RequestLimits, "retry_delay", 0.0)
+    with serving(processor) as server:
+        yield server
 
 
 @pytest.fixture
@@ -114,17 +148,23 @@ def make(**settings: Any) -> RewardManager:
     return RewardManager([Part("right", "vqa")], limits)
 
 
+def of_urls(*urls: str, **settings: Any) -> Distillation:
+    return Distillation(teachers={"large": TeacherConfig(urls=urls)}, **settings)
+
+
 def played(
     processor: Processor,
     manager: RewardManager,
-    server: Server,
-    settings: Distillation = SAMPLED,
+    given: Server | Distillation,
     *,
     trained: bool = True,
+    row: Row = ROW,
 ) -> Group:
-    teacher = Teacher(replace(settings, urls=(server.url,)))
-    playing = episode_runner(processor, manager, "vqa_retry", teacher=teacher, **TWO_TURNS)
-    group = Group(processor.prompt(ROW))
+    """Play an episode of two turns, and two of one."""
+    settings = given if isinstance(given, Distillation) else of_urls(given.url)
+    teachers = Teachers(settings, processor)
+    playing = episode_runner(processor, manager, "vqa_retry", teachers=teachers, **TWO_TURNS)
+    group = Group(processor.prompt(row))
     if trained:
         RUNNER.run(playing.start_or_replace([group], 3, lambda count: []))
     else:
@@ -132,32 +172,155 @@ def played(
     try:
         RUNNER.run(playing.play([group], Policy(processor, *TEXTS)))
     finally:
-        RUNNER.run(teacher.close())
+        RUNNER.run(teachers.close())
         RUNNER.run(playing._environments.close())
     return group
 
 
+@pytest.mark.parametrize("more", [0, 3, -1])
 def test_each_response_of_several_turns_is_scored(
-    processor: Processor, manager: RewardManager, server: Server
+    processor: Processor, manager: RewardManager, server: Server, more: int
 ) -> None:
+    """By a teacher whose image has as many tokens, more or fewer."""
+    server.num_images += more
     server.statuses = [500]
     group = played(processor, manager, server)
     assert group.is_played and len(server.asked) == 4, "first turns at once, and one more attempt"
+    assert all(len(body["input_ids"][0]) < 100 for body in server.counted)
     assert sorted(len(body["input_ids"]) for body in server.asked) in ([1, 1, 1, 3], [1, 1, 3, 3])
-    (tree,) = policy_trees([group], GRPO(), max_new_tokens=32, max_turns=2, has_teacher=True)
+    tree = tree_of(group, of_urls(server.url))
     targets = [segment for segment in tree.segments if segment.is_target]
     assert len(targets) == 5
     for segment in targets:
         assert segment.columns is not None and segment.columns.teacher_logprobs is not None
         torch.testing.assert_close(segment.columns.teacher_logprobs, -segment.token_ids / 100)
+        assert segment.columns.teacher_ids is not None and not segment.columns.teacher_ids.any()
+
+
+def test_a_row_has_the_teacher_of_its_category(
+    processor: Processor, manager: RewardManager, server: Server
+) -> None:
+    with serving(processor) as other:
+        of_counting = TeacherConfig(urls=(other.url,), rows=("counting", "listing"))
+        others = TeacherConfig(urls=(server.url,), rows=("naming",))
+        settings = Distillation(teachers={"names": others, "counts": of_counting})
+        for category, teacher, asked in (("naming", 0, server), ("listing", 1, other)):
+            group = played(processor, manager, settings, row=replace(ROW, category=category))
+            assert len(asked.asked) == 3 and len(server.asked) + len(other.asked) == 3
+            asked.asked.clear()
+            assert {*numbers(group, settings)} == {teacher}
+        group = played(processor, manager, settings, row=replace(ROW, category="telling"))
+        assert not server.asked + other.asked and {*numbers(group, settings)} == {-1}
+        assert all(score.failure is None for score in group.scores)
+        rest = replace(others, rows=())
+        settings = Distillation(teachers={"counts": of_counting, "rest": rest})
+        assert [settings.teacher_of(x) for x in ("listing", "", "x")] == ["counts", "rest", "rest"]
+
+
+def numbers(group: Group, settings: Distillation) -> list[int]:
+    """Number of each token's teacher."""
+    columns = [s.columns for s in tree_of(group, settings).segments if s.columns is not None]
+    return [
+        number for x in columns if x.teacher_ids is not None for number in x.teacher_ids.tolist()
+    ]
+
+
+def test_a_lost_server_is_left_out_and_asked_again(
+    processor: Processor, manager: RewardManager, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it answers, and for distillation.timeout if no other is left."""
+    with serving(processor) as lost:
+        port = lost.server_port
+    settings = of_urls(lost.url, server.url, timeout=scaled(20))
+    assert all(s.failure is None for s in played(processor, manager, settings).scores)
+    assert len(server.asked) == 3
+
+    async def ask_often() -> None:
+        teacher = Teacher(of_urls(failing.url, server.url), "large")
+        for _ in range(6):
+            await teacher.logprobs(processor.prompt(row), [make_response((5,), (-0.1,))])
+        await teacher.close()
+
+    row = replace(ROW, problem="How many?", images=())
+    with serving(processor) as failing, monkeypatch.context() as patch:
+        patch.setattr(RequestLimits, "pause", lambda limits, attempts: 60.0)
+        failing.statuses = [500] * 9
+        RUNNER.run(ask_often())
+        assert len(failing.asked) == 1 and len(server.asked) == 3 + 6
+
+    def reopen() -> None:
+        time.sleep(0.5)
+        servers.append(stack.enter_context(serving(processor, port)))
+
+    servers = list[Server]()
+    monkeypatch.setattr(RequestLimits, "retry_delay", 0.1)
+    with ExitStack() as stack:
+        threading.Thread(target=reopen).start()
+        group = played(processor, manager, of_urls(lost.url, timeout=scaled(20)))
+        assert all(score.failure is None for score in group.scores)
+        assert len(servers[0].asked) == 3
+    group = played(processor, manager, of_urls(lost.url, timeout=0.2))
+    assert [score.failure for score in group.scores] == ["remote"] * 3
+
+
+def test_images_for_a_teacher_without_images_end_the_run(
+    processor: Processor, manager: RewardManager, server: Server
+) -> None:
+    server.takes_images = False
+    with pytest.raises(ValueError, match=r"rows:5 has images, but its teacher distillation.teach"):
+        played(processor, manager, server)
+    group = played(processor, manager, server, row=replace(ROW, problem="How many?", images=()))
+    assert all(score.failure is None for score in group.scores) and len(server.asked) == 3
+
+
+def test_the_policy_scores_with_its_adapter_and_its_cache(processor: Processor) -> None:
+    how = SamplingParams(1.0, 8, adapter="megavlm-7", cache_key="run-7")
+    responses = [make_response((5, 6), (-0.1, -0.2))]
+    request = Request([0], [processor.prompt(ROW)], 1, scored=Scored(responses, 3))
+    body = json.loads(b"".join(request.body(how, IN_BODY)))
+    assert (body["lora_path"], body["extra_key"]) == ("megavlm-7", "run-7")
+    assert body["top_logprobs_num"] == 3
+    assert body["input_ids"][0][-2:] == [5, 6] and body["sampling_params"]["max_new_tokens"] == 0
+
+
+HINT = "\n\nIt is {answer}, as {source} says. <|im_end|>"
+
+
+@pytest.mark.parametrize("is_policy", [False, True])
+def test_a_hint_is_read_by_the_teacher_only(
+    processor: Processor, manager: RewardManager, server: Server, is_policy: bool
+) -> None:
+    """At the end of the last message of each turn. The policy itself may be the teacher."""
+    urls = () if is_policy else (server.url,)
+    settings = Distillation(teachers={"told": TeacherConfig(urls=urls, hint=HINT)})
+    row = replace(ROW, extra={"source": "a book"})
+    group = played(processor, manager, settings, row=row)
+    assert {*numbers(group, settings)} == {0} and len(server.asked) == 3 * (not is_policy)
+    for episode in group.episodes:
+        for prompt, response in zip(episode.prompts, episode.responses, strict=True):
+            read = processor.hinted(prompt, "\n\nIt is 3, as a book says. <|im_end|>")
+            text, plain = (processor._tokenizer.decode(p.short_ids) for p in (read, prompt))
+            end = "<|im_end|>\n<|im_start|>assistant\n"
+            hint = "\n\nIt is 3, as a book says. < |im_end|>"
+            assert text == plain.removesuffix(end) + hint + end
+            assert [image.key for image in read.images] == [image.key for image in prompt.images]
+            assert response.teacher_logprobs is not None
+            if is_policy:
+                assert (response.teacher_logprobs == -len(read.short_ids)).all()
+            else:
+                sent = [*read.request_ids, *response.token_ids.tolist()]
+                assert sent in [ids for body in server.asked for ids in body["input_ids"]]
+    group = played(processor, manager, settings, row=replace(row, extra={"source": None}))
+    assert all(r.teacher_logprobs is None for e in group.episodes for r in e.responses)
+    assert len(server.asked) == 3 * (not is_policy)
 
 
 def test_each_token_has_the_likeliest_tokens_at_its_place(
     processor: Processor, manager: RewardManager, server: Server
 ) -> None:
-    group = played(processor, manager, server, FORWARD)
-    (tree,) = policy_trees([group], GRPO(), max_new_tokens=32, max_turns=2, has_teacher=True)
-    for segment in tree.segments:
+    forward = of_urls(server.url, **FORWARD)
+    group = played(processor, manager, forward)
+    for segment in tree_of(group, forward).segments:
         if not segment.is_target:
             assert segment.teacher is None
             continue
@@ -199,8 +362,24 @@ def test_other_likeliest_tokens_are_no_answer(
 
     stops, server.spoils = make(on_failure="stop"), spoiled
     with pytest.raises(RewardStop, match=problem):
-        played(processor, stops, server, FORWARD)
+        played(processor, stops, of_urls(server.url, **FORWARD))
     asyncio.run(stops.close())
+
+
+def test_a_likely_token_that_the_policy_lacks_ends_the_run(
+    processor: Processor, manager: RewardManager, server: Server
+) -> None:
+    def spoiled(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for item in items:
+            ids = np.full(3 * (len(item["meta_info"]["input_token_logprobs"]) - 1), 10**6)
+            item["meta_info"]["input_top_logprobs_idx_flat_b64"] = encoded(ids, "<i4")
+        return items
+
+    server.spoils = spoiled
+    with pytest.raises(
+        ValueError, match=r"teachers\.large finds token 1000000 likely, but the pol"
+    ):
+        played(processor, manager, of_urls(server.url, **FORWARD))
 
 
 def test_an_evaluation_asks_no_teacher(
@@ -229,9 +408,16 @@ def test_what_a_teacher_does_not_score_is_a_failed_reward(
     asyncio.run(manager.close())
     assert group.is_played and [score.reward for score in group.scores] == [-1.0] * 3
     assert manager.failures == {"remote": 3}
-    (tree,) = policy_trees([group], GRPO(), max_new_tokens=32, max_turns=2, has_teacher=True)
+    tree = tree_of(group, of_urls(server.url))
     columns = [segment.columns for segment in tree.segments if segment.columns is not None]
     assert all(x.teacher_logprobs is not None and x.teacher_logprobs.isnan().all() for x in columns)
+
+
+def tree_of(group: Group, distillation: Distillation) -> Tree:
+    (tree,) = policy_trees(
+        [group], GRPO(), max_new_tokens=32, max_turns=2, distillation=distillation
+    )
+    return tree
 
 
 def shifted(item: dict[str, Any], key: str) -> dict[str, Any]:
@@ -246,7 +432,7 @@ def test_a_refused_request_is_skipped_or_ends_the_run(processor: Processor, serv
     group = played(processor, skips, server)
     assert [score.skipped for score in group.scores] == [True] * 3
     assert len(server.asked) <= 3, "it is not sent again"
-    with pytest.raises(RewardStop, match=r"the teacher gave no log-probs: http.*HTTP 400"):
+    with pytest.raises(RewardStop, match=r"the teacher large gave no log-probs: http.*HTTP 400"):
         played(processor, stops, server)
     for manager in (skips, stops):
         asyncio.run(manager.close())

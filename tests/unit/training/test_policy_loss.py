@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megavlm.config.algorithm import GRPO
-from megavlm.config.distillation import Distillation
+from megavlm.config.distillation import Distillation, TeacherConfig
 from megavlm.models.common.logprobs import TokenScores
 from megavlm.training.losses import Update, policy_loss, supervised_loss
 from tests.support.columns import columns as target_columns
@@ -261,9 +261,17 @@ def test_supervised_loss_is_the_mean_over_all_answers() -> None:
 
 @pytest.mark.parametrize("estimator", ["k2", "unbiased"])
 def test_a_teacher_pulls_each_token_by_the_difference_of_log_probs(estimator: Any) -> None:
-    """Without rewards. A token that it gave no log-prob of is not pulled."""
+    """Without rewards, and by the weight of the token's teacher. A token without a teacher, or one
+    that it gave no log-prob of, is not pulled.
+    """
     teacher = columns()["old"] + columns()["reference"]
     teacher[3] = torch.nan
+    ids = torch.arange(N) % 2
+    teacher[4], ids[4] = torch.nan, -1
+    teachers = {
+        "first": TeacherConfig(urls=("http://a",), rows=("a",)),
+        "second": TeacherConfig(urls=("http://b",), weight=3.0),
+    }
     settings = GRPO(kl_coefficient=0, importance="none")
     loss, measures, gradient = run(
         slice(None),
@@ -271,13 +279,19 @@ def test_a_teacher_pulls_each_token_by_the_difference_of_log_probs(estimator: An
         first_update=True,
         advantages=ZERO,
         teacher_logprobs=teacher,
-        distillation=Distillation(coefficient=0.5, kl_estimator=estimator),
+        teacher_ids=ids,
+        distillation=Distillation(teachers=teachers, coefficient=0.5, kl_estimator=estimator),
     )
-    expected = 0.5 * (columns()["logprobs"] - teacher) / N
-    expected[3] = 0
+    scale = torch.where(ids == 1, 1.5, 0.5)
+    expected = scale * (columns()["logprobs"] - teacher) / N
+    expected[3:5] = 0
     torch.testing.assert_close(gradient, expected)
-    assert loss > 0 and loss == pytest.approx(0.5 * measures["kl_teacher"] / N)
-    assert measures["signal"] == N - 1
+    first, second = (measures[f"kl_teacher/{name}"] for name in teachers)
+    assert loss > 0 and loss == pytest.approx((0.5 * first + 1.5 * second) / N)
+    assert measures["kl_teacher"] == pytest.approx(first + second)
+    scored = [measures[f"teacher_tokens/{name}"] for name in teachers]
+    assert scored == [((ids == number) & ~teacher.isnan()).sum() for number in (0, 1)]
+    assert measures["signal"] == N - 2
 
 
 def test_the_forward_divergence_from_a_teacher_is_part_of_the_loss() -> None:
@@ -293,9 +307,15 @@ def test_the_forward_divergence_from_a_teacher_is_part_of_the_loss() -> None:
         "rollout_logprobs": c["old"] + c["rollout"],
         "old_logprobs": c["old"],
         "teacher_logprobs": teacher,
+        "teacher_ids": torch.zeros(N, dtype=torch.int64),
     }
     pack: Any = Targets(given)
-    forward = Distillation(coefficient=0.5, divergence="forward_topk", top_k=4)
+    forward = Distillation(
+        teachers={"large": TeacherConfig(urls=("http://a",))},
+        coefficient=0.5,
+        divergence="forward_topk",
+        top_k=4,
+    )
     scores = TokenScores(c["logprobs"], c["entropy"], torch.empty(0), divergence)
     loss_of = policy_loss(settings, Update(kl_coefficient=0, distillation=forward))
     loss, measures = loss_of(pack, scores)
