@@ -22,6 +22,7 @@ from megavlm.inference.server_process import ADMIN_KEY, API_KEY
 from megavlm.observability.records import read_records
 from tests.support.cache import cached_folder
 from tests.support.forked import forking
+from tests.support.forked_servers import forked
 from tests.support.glossary import unexplained
 from tests.support.timeouts import scaled
 
@@ -116,7 +117,8 @@ def running(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("server")
     model = (world.root / "model").resolve()  # not the run's, to end with it
     log = folder / "server.log"
-    with ManagedServer(ServerOptions(model, dtype="float32", device="cpu"), log_path=log) as server:
+    server = ManagedServer(ServerOptions(model, dtype="float32", device="cpu"), log_path=log)
+    with forked(server):
         yield Running(
             {"mode": "external", "urls": [server.url], "sync": "tensor"},
             {API_KEY: server.api_key, ADMIN_KEY: server.admin_key},

@@ -40,10 +40,16 @@ class Running:
         self.wait_until(lambda: path.exists() and path.read_text().count("\n") >= count)
 
     def child(self, word: str) -> psutil.Process:
-        """Return a process of the run whose command line has a word that ends with `word`."""
-        for process in psutil.Process(self.process.pid).children(recursive=True):
+        """Return a process of the run whose command line has a word that ends with `word`. Its
+        servers are forks of another process, and name the run's directory or a file beside it.
+        """
+        place = f"{self._metrics.parent.parent}/"
+        of_run = psutil.Process(self.process.pid).children(recursive=True)
+        for process in psutil.Process().children(recursive=True):
             try:
-                if any(argument.endswith(word) for argument in process.cmdline()):
+                words = process.cmdline()
+                is_ours = process in of_run or any(place in argument for argument in words)
+                if is_ours and any(argument.endswith(word) for argument in words):
                     return process
             except psutil.Error:
                 pass
@@ -57,9 +63,15 @@ class Running:
 
 
 @contextmanager
-def running(recipe: Path, run_dir: Path, *options: str) -> Iterator[Running]:
-    """Start a run of the recipe, which is waited for at the end, and killed if the test fails."""
-    with forking():
+def running(
+    recipe: Path, run_dir: Path, *options: str, forks_servers: bool = True
+) -> Iterator[Running]:
+    """Start a run of the recipe, which is waited for at the end, and killed if the test fails.
+
+    forks_servers: False if the test is about servers of ranks that die: only those executed are the
+    run's own processes, whose end its launcher waits for.
+    """
+    with forking(servers=forks_servers):
         process = subprocess.Popen(
             [sys.executable, "-m", "megavlm", "train", str(recipe), *options],
             stdout=subprocess.PIPE,

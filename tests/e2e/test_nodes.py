@@ -52,8 +52,8 @@ def two_nodes(recipe: Path, run_dir: Path) -> Iterator[tuple[Running, Running]]:
     master = f"127.0.0.1:{free_port()}"
     options = "--nodes", "2", "--master", master, "--node-rank"
     with (
-        running(recipe, run_dir, *options, "0") as first,
-        running(recipe, run_dir, *options, "1") as second,
+        running(recipe, run_dir, *options, "0", forks_servers=False) as first,
+        running(recipe, run_dir, *options, "1", forks_servers=False) as second,
     ):
         yield first, second
     words = (

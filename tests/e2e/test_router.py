@@ -14,6 +14,7 @@ from megavlm.inference.server import ClaimedPort, ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_process import ADMIN_KEY, API_KEY
 from tests.e2e.conftest import World
+from tests.support.forked_servers import forking_servers
 from tests.support.timeouts import scaled
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -48,7 +49,8 @@ def servers(world: World, folder: Path) -> Iterator[list[ManagedServer]]:
                 start_timeout=START,
             )
             server.api_key, server.admin_key = KEYS.values()
-            server.launch()
+            with forking_servers():
+                server.launch()
             stack.callback(server.stop)
             both.append(server)
         for server in both:

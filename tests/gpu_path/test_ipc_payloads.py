@@ -21,6 +21,7 @@ from megavlm.inference.server_support import megavlm_weights
 from megavlm.parallel import platform
 from megavlm.weight_sync.transports import tensor
 from megavlm.weight_sync.transports.payload import flatten, payload
+from tests.support.forked_servers import forking_servers
 from tests.support.timeouts import scaled
 
 pytestmark = pytest.mark.sglang
@@ -114,12 +115,13 @@ def received(cases: list[Any], folder: Path) -> Any:
     sent, results = folder / "sent", folder / "results"
     sent.write_bytes(pickle.dumps(cases))
     environment = ServerOptions(Path("model"), dtype="bfloat16", device="cpu").environment()
-    done = subprocess.run(
-        [sys.executable, "-P", str(RECEIVER), str(sent), str(results), str(SUPPORT)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=scaled(300),
-    )
+    with forking_servers():
+        done = subprocess.run(
+            [sys.executable, "-P", str(RECEIVER), str(sent), str(results), str(SUPPORT)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=scaled(300),
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     return pickle.loads(results.read_bytes())  # noqa: S301  # of our own program

@@ -23,6 +23,7 @@ from tests.conftest import DATA
 from tests.fakes.fixed_servers import FixedServers
 from tests.sglang.questions import QUESTION
 from tests.support.cache import cached_folder
+from tests.support.forked_servers import forked
 
 PLAIN = "qwen2_5_vl"
 
@@ -106,7 +107,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
             server = ManagedServer(
                 ServerOptions(folder, dtype="float32", device="cpu"), log_path=log
             )
-            (plain if family == PLAIN else others).enter_context(server)
+            if family == PLAIN:  # as a user starts it
+                plain.enter_context(server)
+            else:
+                others.enter_context(forked(server))
             processor = Processor(folder, DATA, family_of(folder))
             running[family] = Served(folder, processor, server)
             return running[family]

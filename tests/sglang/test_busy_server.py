@@ -22,6 +22,7 @@ from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from tests.conftest import DATA, png
+from tests.support.forked_servers import forking_servers
 from tests.support.generation import generate
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.xdist_group("sglang")]
@@ -42,7 +43,8 @@ def test_a_busy_server_lives_and_a_stopped_one_restarts(
         ServerOptions(folder, dtype="float32", device="cpu"), log_path=tmp_path / "server.log"
     )
     policy = RestartPolicy(needs_refit=False, health_check_timeout=5.0)
-    with ServerPool([ServerHandle.managed(server)], policy, log=lines.append) as pool:
+    pool = ServerPool([ServerHandle.managed(server)], policy, log=lines.append)
+    with forking_servers(), pool:
         url, was_busy = server.url, threading.Event()
 
         def watch() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megavlm.inference.server_args import ServerOptions
+from tests.support.forked_servers import forking_servers
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -18,12 +19,13 @@ PROGRAM = Path(__file__).with_name("caches.py")
 def test_all_kinds_of_sequences_give_the_same_attention() -> None:
     """Decoding, prompts, and prompts with a prefix in the cache, of equal and uneven lengths."""
     options = ServerOptions("m", dtype="float32", device="cpu")
-    done = subprocess.run(
-        [sys.executable, "-P", str(PROGRAM)],
-        env=os.environ | options.environment(),
-        capture_output=True,
-        text=True,
-    )
+    with forking_servers():
+        done = subprocess.run(
+            [sys.executable, "-P", str(PROGRAM)],
+            env=os.environ | options.environment(),
+            capture_output=True,
+            text=True,
+        )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 9

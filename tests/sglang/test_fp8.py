@@ -30,6 +30,7 @@ from tests.sglang.questions import QUESTION
 from tests.sglang.test_weights import differences
 from tests.support.cache import cached_folder
 from tests.support.fork import launch
+from tests.support.forked_servers import forked
 from tests.support.sglang_fp8 import quantised_files
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
@@ -141,7 +142,7 @@ def test_pushed_weights_are_those_of_sglangs_loader(
     options = ServerOptions(
         folder, dtype="bfloat16", device="cpu", tensor_parallel=ranks, server_args=FP8_ARGS
     )
-    with ManagedServer(options, log_path=tmp_path / "server.log") as server:
+    with forked(ManagedServer(options, log_path=tmp_path / "server.log")) as server:
         served = Served(folder, Processor(folder, DATA, family_of(folder)), server, ranks)
         receiver = replace(served.receiver, needs_all=True)  # it has started without weights
         trainer = Trainer(folder, layout, fp8=True)

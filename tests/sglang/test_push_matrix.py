@@ -26,6 +26,7 @@ from tests.sglang.pushes import Trainer, changed, push_and_compare
 from tests.sglang.questions import prompts
 from tests.support.draft_head import add_draft_head
 from tests.support.fork import launch
+from tests.support.forked_servers import forked
 from tests.support.generation import generate
 from tests.support.lora_reference import RANK
 from tests.support.timeouts import scaled
@@ -148,7 +149,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
                     log_path=root / f"{family}-{ranks}.log",
                     start_timeout=START,
                 )
-                stack.enter_context(server)
+                stack.enter_context(forked(server))
                 processor = Processor(folder, DATA, family_of(folder))
                 running[family, ranks] = Served(folder, processor, server, ranks)
             return running[family, ranks]

@@ -25,6 +25,7 @@ from tests.conftest import DATA
 from tests.fakes.fixed_servers import FixedServers
 from tests.sglang.conftest import PLAIN, Served, model_folder
 from tests.sglang.questions import prompts
+from tests.support.forked_servers import forked
 from tests.support.generation import generate, generate_some
 from tests.support.timeouts import scaled
 
@@ -113,7 +114,7 @@ def test_the_server_stops_where_the_trainer_knows_that_it_does(tmp_path: Path) -
         (folder / name).write_text(json.dumps(known | values))
     processor = Processor(folder, DATA, family_of(folder))
     options = ServerOptions(folder, dtype="float32", device="cpu")
-    with ManagedServer(options, log_path=tmp_path / "log") as server:
+    with forked(ManagedServer(options, log_path=tmp_path / "log")) as server:
         routing = FixedServers(server.url, api_key=server.api_key, admin_key=server.admin_key)
         asked = [prompts(processor)["text"]]
         with RolloutClient(routing) as client:

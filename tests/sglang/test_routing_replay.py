@@ -40,6 +40,7 @@ from tests.support.calls import episode
 from tests.support.columns import columns
 from tests.support.draft_head import add_draft_head
 from tests.support.fork import launch
+from tests.support.forked_servers import forked
 from tests.support.generation import generate
 from tests.support.timeouts import scaled
 
@@ -74,7 +75,7 @@ def routed(
         args["speculative_algorithm"] = "NEXTN"
     folder = with_ties(source, root / "served", seed=1)
     options = ServerOptions(folder, "float32", "cpu", server_args=args)
-    with ManagedServer(options, log_path=root / "server.log") as server:
+    with forked(ManagedServer(options, log_path=root / "server.log")) as server:
         yield Served(folder, Processor(folder, DATA, family_of(folder)), server)
 
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,6 +25,7 @@ from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.weight_sync.server_api import Servers, control_client
 from tests.sglang.conftest import Served
 from tests.sglang.questions import prompts
+from tests.support.forked_servers import forking_servers
 from tests.support.generation import generate
 from tests.support.timeouts import scaled
 
@@ -131,3 +134,30 @@ def test_parent_killed_while_workers_start(folder: Path, tmp_path: Path) -> None
     parent.wait()
     _, alive = psutil.wait_procs(started, timeout=scaled(60))
     assert not alive
+
+
+@pytest.mark.slow
+def test_a_forked_server_ends_with_the_process_that_started_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    """As one that is executed, though it is a child of another process."""
+    server = ManagedServer(
+        ServerOptions(folder, dtype="float32", device="cpu"), log_path=tmp_path / "server.log"
+    )
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def start() -> None:
+        with server:
+            sender.send([process.pid for process in group(server)])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with forking_servers():
+        starter = multiprocessing.get_context("fork").Process(target=start)
+        starter.start()
+        assert receiver.poll(scaled(120)), server.log_path.read_text()
+        processes = [psutil.Process(pid) for pid in receiver.recv() if psutil.pid_exists(pid)]
+        _, alive = psutil.wait_procs(processes, timeout=scaled(30))
+        starter.join()
+        assert not alive
+        with server:
+            assert group(server), "the next one starts"

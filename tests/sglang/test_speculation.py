@@ -23,6 +23,7 @@ from tests.sglang.test_pauses import push_under_a_request, versions
 from tests.sglang.test_weights import differences
 from tests.support.draft_head import add_draft_head
 from tests.support.fork import launch
+from tests.support.forked_servers import forked
 from tests.support.generation import generate
 
 pytestmark = [
@@ -46,7 +47,7 @@ def serving(folder: Path, root: Path) -> Iterator[Served]:
     options = ServerOptions(
         folder, dtype="float32", device="cpu", server_args={"speculative_algorithm": "NEXTN"}
     )
-    with ManagedServer(options, log_path=root / "server.log") as server:
+    with forked(ManagedServer(options, log_path=root / "server.log")) as server:
         yield Served(folder, Processor(folder, DATA, family_of(folder)), server)
 
 

@@ -28,6 +28,7 @@ from tests.sglang.conftest import Served
 from tests.sglang.pushes import Trainer, changed, make_sync
 from tests.sglang.questions import largest_difference, prompts
 from tests.support.fork import launch
+from tests.support.forked_servers import forking_servers
 from tests.support.generation import generate
 from tests.support.timeouts import scaled
 
@@ -78,7 +79,8 @@ def test_killed_in_mid_push(folder: Path, started: Served, tmp_path: Path) -> No
     weights = changed(folder, tmp_path / "weights", tower=True, seed=31)
     how = SamplingParams(1.0, 8, suppressed_ids=tuple(started.processor.suppressed_ids))
     arguments = (folder, Trainer(weights, "one rank"), tmp_path / "server.log", how)
-    (result,) = launch(1, killed_and_healed, *arguments, timeout=3 * START)
+    with forking_servers():
+        (result,) = launch(1, killed_and_healed, *arguments, timeout=3 * START)
     assert "/update_weights_from_tensor failed" in result["error"]
     reference, by_name = Reference(weights), prompts(started.processor)
     for prompt, responses in zip(by_name.values(), result["groups"], strict=True):

@@ -30,6 +30,7 @@ from tests.sglang.pushes import (
 from tests.sglang.questions import largest_difference, prompts
 from tests.support.families import entries_of
 from tests.support.fork import launch
+from tests.support.forked_servers import forked
 from tests.support.generation import generate
 from tests.support.merged import merged
 
@@ -226,10 +227,10 @@ def test_kept_images_go_stale(served: Served, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_trained_tower_and_two_server_ranks(folder: Path, started: Served, tmp_path: Path) -> None:
     """With `cache_images=False` an image seen before is right after the tower changed."""
-    with ManagedServer(
-        ServerOptions(folder, dtype="float32", device="cpu", tensor_parallel=2, cache_images=False),
-        log_path=tmp_path / "server.log",
-    ) as server:
+    options = ServerOptions(
+        folder, dtype="float32", device="cpu", tensor_parallel=2, cache_images=False
+    )
+    with forked(ManagedServer(options, log_path=tmp_path / "server.log")) as server:
         served = Served(folder, started.processor, server, tensor_parallel=2)
         before = differences(served, Reference(folder), "default", seed=0)
         assert max(before.values()) < 1e-4, before

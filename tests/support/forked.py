@@ -5,35 +5,26 @@ megatron-core and transformers in each rank: ten seconds of CPU time a rank. Wit
 processes are forks, each of the process that starts it. Whatever else Popen is told holds for them
 too: arguments, environment, streams, session, parent and exit code.
 
-Other programs (servers, producers, reward processes) are executed. /proc has a fork's command line,
-but not its environment.
+Servers are forked from another process (`forked_servers.py`). Other programs (producers, reward
+processes) are executed. /proc has a fork's command line, but not its environment.
 """
 
-import atexit
 import faulthandler
-import gc
 import importlib
-import io
-import logging
-import multiprocessing.process
-import multiprocessing.resource_tracker
-import multiprocessing.util
 import os
 import runpy
-import signal
 import subprocess
 import sys
-import threading
-import warnings
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import setproctitle
 import torch
 
 from megavlm.parallel import platform
+from tests.support.fork_start import forget_parent, run_and_exit, take_streams
+from tests.support.forked_servers import forking_servers
 
 FORKED = ("megavlm", "megavlm.run.launcher")
 # What the command, torchrun and ranks import late.
@@ -50,14 +41,15 @@ _execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
 @contextmanager
-def forking() -> Iterator[None]:
-    """Fork instead of executing, in this process and in all forks."""
+def forking(*, servers: bool = True) -> Iterator[None]:
+    """Fork instead of executing, in this process and in all forks. servers: SGLang's, too."""
     platform.install()
     for name in IMPORTED:
         importlib.import_module(name)
     subprocess.Popen._execute_child = _fork_or_execute  # type: ignore[attr-defined]
     try:
-        yield
+        with forking_servers() if servers else nullcontext():
+            yield
     finally:
         subprocess.Popen._execute_child = _execute  # type: ignore[attr-defined]
 
@@ -105,77 +97,18 @@ def _fork_or_execute(
             if start_new_session:
                 os.setsid()
             setproctitle.setproctitle(" ".join(words))  # before the environment moves
-            _take_streams(p2cread, c2pwrite, errwrite)
+            take_streams(p2cread, c2pwrite, errwrite)
             os.chdir(cwd or ".")
-            _start_anew(env)
-            _run(words[module], words[module + 1 :])
+            faulthandler.disable()
+            forget_parent(env)
+            path = os.environ.get("PYTHONPATH")
+            sys.path[:0] = [os.getcwd(), *(path.split(os.pathsep) if path else [])]
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+            sys.argv = words[module:]
+            run_and_exit(
+                lambda: runpy.run_module(words[module], run_name="__main__", alter_sys=True)
+            )
         finally:
             os._exit(1)  # never into the test
     popen._child_created = True
     popen._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-
-
-def _take_streams(*streams: int) -> None:
-    """Make the descriptors, of which -1 is this process's own, the three streams; close others."""
-    high = [os.dup(number if stream == -1 else stream) for number, stream in enumerate(streams)]
-    for number, descriptor in enumerate(high):
-        os.dup2(descriptor, number)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = io.TextIOWrapper(
-            io.FileIO(number, "w", closefd=False), line_buffering=True, errors="backslashreplace"
-        )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-
-
-def _start_anew(environment: Mapping[str, str] | None) -> None:
-    """Forget what is the parent's: its handlers, hooks, exit functions, children and settings."""
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    faulthandler.disable()
-    logging.root.handlers.clear()
-    logging.disable(logging.NOTSET)  # torchrun's process shows no log of its own
-    warnings.simplefilter("ignore")
-    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
-    threading.excepthook = threading.__excepthook__
-    atexit._clear()
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
-    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
-    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
-    multiprocessing.process._children.clear()  # type: ignore[attr-defined]
-    tracker = multiprocessing.resource_tracker._resource_tracker  # type: ignore[attr-defined]
-    tracker._fd = tracker._pid = None
-    gc.freeze()
-    if environment is not None:
-        os.environ.clear()
-        os.environ.update(environment)
-    path = os.environ.get("PYTHONPATH")
-    sys.path[:0] = [os.getcwd(), *(path.split(os.pathsep) if path else [])]
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-
-
-def _run(module: str, arguments: list[str]) -> NoReturn:
-    """Run the module as a program, and end this process as Python does."""
-    sys.argv = [module, *arguments]
-    code: Any = 1
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        code = None
-    except SystemExit as end:
-        code = end.code
-        if isinstance(code, str):
-            print(code, file=sys.stderr)
-            code = 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-    finally:
-        try:
-            threading._shutdown()  # type: ignore[attr-defined]
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-        finally:
-            os._exit(code or 0)
