@@ -61,10 +61,9 @@ STUDENTS = {
 }
 
 
-def trained(
+def train(
     demo: Path, folder: Path, keys: Sequence[str], recipe: str = "grpo_shapes.yaml", seed: int = 0
-) -> float:
-    """Train a student, and return its greedy accuracy on the demo's test questions."""
+) -> None:
     overrides = [
         f"model.folder={demo / 'model'}",
         f"model.checkpoint={demo / 'warm_start/checkpoints'}",
@@ -80,10 +79,10 @@ def trained(
     words = [sys.executable, "-m", "megavlm", "train", str(RECIPES / recipe), *overrides]
     environment = os.environ | {API_KEY: KEY, "OMP_NUM_THREADS": "1"}
     subprocess.run(words, check=True, env=environment, stdout=subprocess.DEVNULL)
-    return accuracy(folder)
 
 
 def accuracy(folder: Path, key: str = "accuracy_after") -> float:
+    """Return a run's greedy accuracy on the demo's test questions."""
     return float(json.loads((folder / RESULT_FILE).read_text())[key])
 
 
@@ -106,7 +105,8 @@ def one_teacher(demo: Path, seed: int, url: str, common: Sequence[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         for name, further in STUDENTS.items():
             run_dir = Path(folder, name.replace(" ", "_"))
-            shares.append(trained(demo, run_dir, [*keys, *further], seed=seed))
+            train(demo, run_dir, [*keys, *further], seed=seed)
+            shares.append(accuracy(run_dir))
             print(f"seed {seed}, {name}: {shares[-1]:.1%}", flush=True)
     return line(seed, shares)
 
@@ -119,7 +119,7 @@ def half(demo: Path, name: str) -> Path:
         chosen = pc.is_in(table["task"], pa.array(HALVES[name]))
         file = demo / f"data/{name}.parquet"
         pq.write_table(table.filter(chosen), file)
-        trained(demo, folder, [f"data.train_files=[{file}]", "checkpoint.export_hf=true"])
+        train(demo, folder, [f"data.train_files=[{file}]", "checkpoint.export_hf=true"])
     return folder
 
 
@@ -136,8 +136,8 @@ def before_and_after(demo: Path, keys: Sequence[str], seed: int) -> list[float]:
     """Train a student by teachers only, and return its accuracy before and after."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder, "run")
-        after = trained(demo, run_dir, [*keys, *ONLY_TEACHERS, "evaluation.before=true"], seed=seed)
-        return [accuracy(run_dir, "accuracy_before"), after]
+        train(demo, run_dir, [*keys, *ONLY_TEACHERS, "evaluation.before=true"], seed=seed)
+        return [accuracy(run_dir, "accuracy_before"), accuracy(run_dir)]
 
 
 def hinted_start(demo: Path) -> Path:
@@ -160,7 +160,7 @@ def hinted_start(demo: Path) -> Path:
             f"data.train_files=[{file}]",
             "evaluation.after=false",
         ]
-        trained(demo, folder, keys, "sft_shapes.yaml")
+        train(demo, folder, keys, "sft_shapes.yaml")
     return folder / "checkpoints"
 
 

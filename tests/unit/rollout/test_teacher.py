@@ -4,7 +4,6 @@ import asyncio
 import base64
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -248,17 +247,19 @@ def test_a_lost_server_is_left_out_and_asked_again(
         RUNNER.run(ask_often())
         assert len(failing.asked) == 1 and len(server.asked) == 3 + 6
 
-    def reopen() -> None:
-        time.sleep(0.5)
-        servers.append(stack.enter_context(serving(processor, port)))
+    async def ask_and_reopen(stack: ExitStack) -> None:
+        teacher = Teacher(of_urls(lost.url, timeout=scaled(20)), "large")
+        call = teacher.logprobs(processor.prompt(row), [make_response((5,), (-0.1,))])
+        asking = asyncio.create_task(call)
+        await asyncio.sleep(0.5)
+        assert not asking.done()
+        stack.enter_context(serving(processor, port))
+        await asking
+        await teacher.close()
 
-    servers = list[Server]()
-    monkeypatch.setattr(RequestLimits, "retry_delay", 0.1)
+    monkeypatch.setattr(RequestLimits, "pause", lambda limits, attempts: 0.05)
     with ExitStack() as stack:
-        threading.Thread(target=reopen).start()
-        group = played(processor, manager, of_urls(lost.url, timeout=scaled(20)))
-        assert all(score.failure is None for score in group.scores)
-        assert len(servers[0].asked) == 3
+        RUNNER.run(ask_and_reopen(stack))
     group = played(processor, manager, of_urls(lost.url, timeout=0.2))
     assert [score.failure for score in group.scores] == ["remote"] * 3
 
