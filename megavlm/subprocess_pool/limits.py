@@ -4,6 +4,8 @@ import math
 import os
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from megavlm.process import adopt_orphans, die_with, leave_to_parent
 
@@ -25,6 +27,17 @@ def limit_cpu(seconds: float) -> None:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds) + 1, hard))
+
+
+@contextmanager
+def memory_limit_lifted() -> Iterator[None]:
+    """Lift the memory limit of this process for a moment, in which a child starts that has none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def limit_data_only() -> None:

@@ -12,6 +12,7 @@ from playwright.async_api import Browser, BrowserContext, Error, async_playwrigh
 
 from megavlm.environments.browser.chromium import START_SECONDS, chromium
 from megavlm.environments.browser.pages import serving
+from megavlm.subprocess_pool.limits import memory_limit_lifted
 
 T = TypeVar("T")
 CLOSE_SECONDS = 15.0  # of a context, and of Playwright's driver
@@ -102,7 +103,8 @@ class SharedBrowser:
             url, folder = await stack.enter_async_context(
                 chromium(settings.program, proxy, settings.origins)
             )
-            playwright = await async_playwright().start()
+            with memory_limit_lifted():  # the driver, a Node, reserves more than a GB
+                playwright = await async_playwright().start()
             stack.push_async_callback(_stopped, playwright)
             self._browser = await playwright.chromium.connect_over_cdp(
                 url, artifacts_dir=folder, timeout=START_SECONDS * 1000

@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from megavlm.environments.base import Context, Step
 from megavlm.environments.browser.environment import Browser
@@ -30,34 +30,15 @@ class MiniWoB(Browser):
     """
 
     def __init__(
-        self,
-        context: Context,
-        pages: str | None = None,
-        scale: float = 2.0,
-        chromium: str | None = None,
-        accessibility: bool = False,
-        coordinates: Literal["relative", "pixels"] | None = None,
-        marks: bool = False,
-        seconds: float = 600.0,
-        show_tools: bool = True,
+        self, context: Context, pages: str | None = None, scale: float = 2.0, **options: Any
     ) -> None:
         """Store the options.
 
         pages: Folder with MiniWoB++'s pages (html of the package miniwob); None finds the package.
-        The others are those of Browser.
+        scale: Pixels of a screenshot for each of the page's. options: Of Browser.
         """
-        super().__init__(
-            context,
-            str(_pages() if pages is None else pages),
-            size=SIZE,
-            scale=scale,
-            chromium=chromium,
-            accessibility=accessibility,
-            coordinates=coordinates,
-            marks=marks,
-            seconds=seconds,
-            show_tools=show_tools,
-        )
+        folder = str(_pages() if pages is None else pages)
+        super().__init__(context, folder, SIZE, scale, **options)
 
     async def open(self, row: Example, seed: int) -> str:
         """Begin the row's task, and return what it asks."""

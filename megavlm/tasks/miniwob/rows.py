@@ -8,38 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 # Pages without a time of their own, on which screenshots and actions are enough.
-TASKS = (
-    "choose-date-easy",
-    "click-button",
-    "click-button-sequence",
-    "click-checkboxes",
-    "click-collapsible",
-    "click-color",
-    "click-dialog",
-    "click-link",
-    "click-option",
-    "click-scroll-list",
-    "click-shape",
-    "click-tab",
-    "click-test-2",
-    "click-widget",
-    "count-shape",
-    "drag-box",
-    "enter-date",
-    "enter-password",
-    "enter-text",
-    "find-word",
-    "focus-text-2",
-    "form-sequence",
-    "grid-coordinate",
-    "identify-shape",
-    "login-user",
-    "navigate-tree",
-    "read-table",
-    "search-engine",
-    "simple-arithmetic",
-    "text-transform",
-)
+TASKS = """choose-date-easy click-button click-button-sequence click-checkboxes click-collapsible
+    click-color click-dialog click-link click-option click-scroll-list click-shape click-tab
+    click-test-2 click-widget count-shape drag-box enter-date enter-password enter-text
+    find-word focus-text-2 form-sequence grid-coordinate identify-shape login-user
+    navigate-tree read-table search-engine simple-arithmetic text-transform""".split()
 PROMPT = "Do what the page asks, by the tool computer."
 
 

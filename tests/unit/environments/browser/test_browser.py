@@ -112,6 +112,7 @@ def test_a_policy_acts_on_a_page(tmp_path: Path) -> None:
         page("form.html"),
         options=options(tmp_path, scale=2, accessibility=True),
         max_turns=20,
+        memory_mb=1024,  # Chromium and Playwright's driver reserve more addresses
     )
 
 
@@ -196,6 +197,7 @@ navigator.sendBeacon('http://{other}/beacon');
         assert wanted == ["/allowed"]
 
 
+@pytest.mark.slow
 def test_hostile_pages_cost_their_episodes_or_less(tmp_path: Path) -> None:
     with outside() as (host, _):
         write(
