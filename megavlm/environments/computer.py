@@ -17,8 +17,8 @@ from PIL import ImageDraw, ImageFont
 from pydantic import FiniteFloat
 
 from megavlm.environments.adapters.messages import opening
-from megavlm.environments.base import Context, Image, Observation, Step, scored
-from megavlm.environments.tools.calls import read_reply
+from megavlm.environments.base import Content, Context, Image, Observation, Step, scored
+from megavlm.environments.tools.calls import MalformedCall, ToolCall, read_reply
 from megavlm.environments.tools.environment import ToolEnvironment
 from megavlm.environments.tools.tool import ToolError, tool
 from megavlm.rewards.base import Example
@@ -132,8 +132,8 @@ class Computer(ToolEnvironment):
         started = time.monotonic()
         shown = await super().reset(row, seed)
         asked = await self.open(row, seed)
-        parts = [asked, *await self._seen()] if asked else await self._seen()
         self._seconds -= time.monotonic() - started
+        parts = [asked, *await self._seen()] if asked else await self._seen()
         return replace(opening(row, parts), tools=[self._described(one) for one in shown.tools])
 
     async def step(self, text: str) -> Step:
@@ -142,9 +142,10 @@ class Computer(ToolEnvironment):
         self._turns -= 1
         self.reply = read_reply(text, self.context.chat)
         shown, counts = await self.results(self.reply)
-        if not shown:
-            self._end = await self.outcome(self.reply.text)
         self._seconds -= time.monotonic() - started
+        answer = self._answer if shown else self.reply.text
+        if answer is not None:
+            self._end = await self.outcome(answer)
         if self._end is not None:
             return replace(self._end, info={**self._end.info, "counts": counts})
         if not self._turns or self._seconds <= 0:
@@ -171,10 +172,8 @@ class Computer(ToolEnvironment):
         (text: the answer, which ends the task). coordinate and to are places [x, y],
         {coordinates}.
         """
-        if self._end is not None:
-            raise ToolError("the task has ended")
         if action == "answer":
-            self._end = await self.outcome(text)
+            self._answer = text
             return ""
         at = self._place(action, coordinate, mark) if action in _PLACED else (0.0, 0.0)
         end = self._place(action, to, None) if action == "drag" else (0.0, 0.0)
@@ -183,12 +182,22 @@ class Computer(ToolEnvironment):
         if action == "wait":
             amount = min(max(amount, 0.0), MAX_WAIT)
         await self.act(Action(action, at, end, text, amount))
-        self._end = await self.outcome(None)
         return ""
+
+    async def call(self, call: ToolCall | MalformedCall) -> Content:
+        """Make a call, and find out whether it has ended the episode."""
+        if self._end is not None or self._answer is not None:
+            raise ToolError("the task has ended")
+        result = await super().call(call)
+        if self._answer is None:  # not within the tool, whose errors are told to the policy
+            self._end = await self.outcome(None)
+        return result
 
     async def _seen(self) -> list[str | Image]:
         """Return the screen as parts of a message, and keep what its coordinates mean."""
+        started = time.monotonic()
         view = await self.look()
+        self._seconds -= time.monotonic() - started
         self._marks, self._file = (view.marks if self._has_marks else ()), view.picture
         with Picture.open(BytesIO(view.picture)) as picture:
             self._size = picture.size
@@ -216,7 +225,7 @@ class Computer(ToolEnvironment):
                 raise ToolError("you have not seen the screen as it is now: wait, then act")
             span = self.context.shown_sizes[digest]
         if not all(0 <= value <= most for value, most in zip(point, span, strict=True)):
-            raise ToolError(f"{point} is outside of the screen, which spans [0, 0] to {list(span)}")
+            raise ToolError(f"{point} is outside of the screen: it spans [0, 0] to {list(span)}")
         # The far edge belongs to the last pixel.
         x, y = (
             min(value / most * side, side - 1)
@@ -243,7 +252,7 @@ def marked(picture: Picture.Image, boxes: Sequence[Sequence[float]]) -> Picture.
     """Draw boxes with their numbers, from 1 on, on a picture (set-of-mark, arXiv 2310.11441)."""
     pen, font = ImageDraw.Draw(picture), ImageFont.load_default(12)
     for number, (left, top, right, bottom) in enumerate(boxes, 1):
-        pen.rectangle((left, top, max(right, left), max(bottom, top)), outline="red")
+        pen.rectangle((left, top, right, bottom), outline="red")
         label = pen.textbbox((left, top), str(number), font)
         pen.rectangle(label, fill="red")
         pen.text((left, top), str(number), "white", font)

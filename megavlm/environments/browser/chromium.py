@@ -16,7 +16,7 @@ from megavlm.subprocess_pool.limits import limit_data_only
 from megavlm.temporary import temporary_folder
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
-START_SECONDS = 30.0
+START_SECONDS, KILL_SECONDS = 30.0, 10.0
 _PORT_FILE = "DevToolsActivePort"  # Chromium writes its port and the path of its socket here
 _LOG = "log"
 _FLAGS = (
@@ -88,7 +88,7 @@ async def chromium(
         try:
             yield await _socket(process, folder), folder
         finally:
-            _kill_group(process)
+            await _kill_group(process)
 
 
 def _prepare(parent: int) -> None:
@@ -97,15 +97,17 @@ def _prepare(parent: int) -> None:
     limit_data_only()
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+async def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kill a process with its group, and wait until all of them have ended. Those that lose their
     parent become children of this process (adopt_orphans).
     """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    with suppress(ChildProcessError):
-        while True:
-            os.waitpid(-process.pid, 0)
+    end = time.monotonic() + KILL_SECONDS
+    with suppress(ChildProcessError):  # there is none left
+        while time.monotonic() < end:
+            if os.waitpid(-process.pid, os.WNOHANG) == (0, 0):
+                await asyncio.sleep(0.01)
     process.wait()
 
 

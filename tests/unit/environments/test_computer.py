@@ -79,9 +79,11 @@ async def score(text: str, row: Example) -> Score:
 class Episode:
     """An episode whose model sees screenshots at a share of their size."""
 
-    def __init__(self, url: str, turns: int = 99, **options: Any) -> None:
+    def __init__(
+        self, url: str, turns: int = 99, cls: type[Remote] = Remote, **options: Any
+    ) -> None:
         self.context = Context(score, turns, ChatFormat())
-        self.environment, self.loop = Remote(self.context, url, **options), asyncio.Runner()
+        self.environment, self.loop = cls(self.context, url, **options), asyncio.Runner()
         self.start = self.loop.run(self.environment.reset(ROW, 7))
         self.see(self.start.messages[-1]["content"][-1], 0.5)
 
@@ -196,6 +198,17 @@ def test_an_episode_ends_by_its_screen_an_answer_its_turns_or_its_time(served: A
         step = Episode(url, **options).do({"action": "type", "text": "x"})
         assert (step.done, step.reward, step.info["correct"]) == (True, 0.0, False)
         assert step.info["counts"][ended] == 1
+
+
+def test_an_error_of_the_outcome_fails_the_episode(served: Any) -> None:
+    class Faulty(Remote):
+        async def outcome(self, answer: str | None) -> Step | None:
+            raise RuntimeError("a bug")
+
+    for text in ("red", {"action": "type", "text": "x"}, {"action": "answer", "text": "x"}):
+        with pytest.raises(RuntimeError, match="a bug"):
+            episode = Episode(served[0], cls=Faulty)
+            episode.say(text) if isinstance(text, str) else episode.do(text)
 
 
 def test_options_are_checked() -> None:
