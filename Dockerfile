@@ -25,6 +25,10 @@ RUN pip freeze | grep -E '^(torch|torchvision|transformers|sglang)==' > /tmp/bas
 # the accumulation of weight gradients in the matrix product are Transformer Engine's, and
 # megatron-core's own linears, which need apex for the latter, compute nothing in this model.
 
+# For environments in a browser (docs/guides/browser.md).
+RUN apt-get update && apt-get install -y --no-install-recommends chromium fonts-liberation \
+    && rm -rf /var/lib/apt/lists/*
+
 WORKDIR /megavlm
 COPY . .
-RUN pip install -c /tmp/base.txt --no-build-isolation -e ".[linear-attention,video]"
+RUN pip install -c /tmp/base.txt --no-build-isolation -e ".[linear-attention,video,browser]"

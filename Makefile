@@ -105,13 +105,14 @@ test-gpu-image: $(IMAGE_STAMP) ## run models, parity and stage a on the versions
 	OMP_NUM_THREADS=1 $(IMAGE_VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(IMAGE_TESTS)
 
 # Packages that need other versions than the lock has, each in a folder before the others.
-test-adapters: setup ## run the adapters of verifiers and OpenEnv with the real packages (0.3 GB)
-	@for name in verifiers openenv; do \
+test-adapters: setup ## run the adapters of verifiers and OpenEnv, and MiniWoB++, with the real packages (0.3 GB)
+	@for name in verifiers openenv miniwob; do \
 		$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile --upgrade \
 			--target $(VENV)/adapters/$$name -r launch/requirements-$$name.txt || exit; \
 	done
 	PYTHONPATH=$(VENV)/adapters/verifiers $(BIN)/python -m pytest tests/unit/environments/adapters/verifiers_cases.py
 	PYTHONPATH=$(VENV)/adapters/openenv $(BIN)/python -m pytest tests/unit/environments/adapters/test_openenv.py
+	PYTHONPATH=$(VENV)/adapters/miniwob $(BIN)/python -m pytest tests/unit/tasks/miniwob_cases.py
 
 parity: setup ## compare all models, layouts and inputs with transformers; write tests/parity/RESULTS.md
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parity.run $(CASES)

@@ -78,6 +78,10 @@ setup(
         "openenv": [
             "websockets>=15",
         ],
+        # Pages in a headless Chromium, which the system's packages provide.
+        "browser": [
+            "playwright>=1.60,<2",
+        ],
         "verifiers": ["verifiers>=0.2,<0.4"],
         "sglang": ["sglang>=0.5.21,<=0.5.23"],
         "dev": [

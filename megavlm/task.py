@@ -18,6 +18,7 @@ BUILT_IN_TASKS = {
     "caption": "megavlm.tasks.caption",
     "geospot": "megavlm.tasks.geospot",
     "zoom": "megavlm.tasks.zoom",
+    "miniwob": "megavlm.tasks.miniwob",
 }
 _PACKAGE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 

@@ -20,6 +20,7 @@ _ADAPTERS = {
     "openenv": "megavlm.environments.adapters.openenv:OpenEnv",
     "verifiers": "megavlm.environments.adapters.verifiers:Verifiers",
 }
+_EXTRAS = {"playwright": "browser"}  # of other environments, by the package that is missing
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def load_environment(
     try:
         found = import_object(find_environment(name).path)
     except (ImportError, AttributeError) as error:
-        advice = f": pip install 'megavlm[{name}]'" if name in _ADAPTERS else ""
+        extra = name if name in _ADAPTERS else _EXTRAS.get(getattr(error, "name", ""))
+        advice = f": pip install 'megavlm[{extra}]'" if extra else ""
         raise ValueError(
             f"environment.name={name}: it cannot be imported ({error}){advice}"
         ) from error

@@ -26,6 +26,7 @@ from megavlm.rewards.registry import check_options, check_reward_row
 from megavlm.rollout.rewards import make_reward_manager, reward_parts, used_tasks
 from tests.conftest import png
 from tests.docs.test_tutorial import FENCE, ROOT
+from tests.support.browsers import act, needs_chromium
 from tests.support.timeouts import scaled
 from tests.unit.environments.adapters.played import parts, play
 
@@ -33,7 +34,7 @@ from tests.unit.environments.adapters.played import parts, play
 @pytest.fixture(autouse=True)
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write the guide's files to the working directory, where nothing else imports them."""
-    for guide in ("environments", "agents"):
+    for guide in ("environments", "agents", "browser"):
         text = (ROOT / f"docs/guides/{guide}.md").read_text(encoding="utf-8")
         for _, title, block in FENCE.findall(text):
             if title:
@@ -209,3 +210,23 @@ def test_the_guide_s_zoom_has_a_tool_more() -> None:
     environment = registry.make(cls, Context(nothing, 4), {})
     start = asyncio.run(environment.reset(Example("?", "3", images=(png(),)), 0))
     assert [tool["function"]["name"] for tool in start.tools][-1] == "grey"
+
+
+@needs_chromium
+@pytest.mark.xdist_group("browser")
+@pytest.mark.parametrize(("x", "reward"), [(250, 0.0), (750, 1.0)])
+def test_the_guide_s_page_gives_a_reward(x: int, reward: float) -> None:
+    config: Config = load(Path("my_page.yaml"), ["model.folder=x", "run.dir=x"])
+    row = Example("Buy milk.", "milk", extra={"page": "basket.html"})
+
+    async def steps(session: Any, shown: Observation) -> None:
+        step = await session.step(act(action="click", coordinate=[x, 100]))
+        assert (step.done, step.reward, step.info["correct"]) == (True, reward, reward > 0)
+
+    play(config.environment.name, steps, row, options=config.environment.options)
+
+
+def test_the_guide_s_desktop_is_a_screen() -> None:
+    cls = registry.load_environment("desktop:Desktop", {"url": "http://x", "marks": True})
+    assert {"open", "look", "act", "close"} <= vars(cls).keys()
+    registry.make(cls, Context(nothing, 1), {"url": "http://x", "marks": True})

@@ -41,6 +41,11 @@ class ToolEnvironment:
         self.reply = reply = read_reply(text, self.context.chat)
         if not reply.calls or not self._turns:
             return await self.finish(text, reply)
+        shown, counts = await self.results(reply)
+        return Step(Observation(shown), 0.0, False, {"counts": counts})
+
+    async def results(self, reply: Reply) -> tuple[list[ChatMessage], dict[str, float]]:
+        """Make the calls of a response, and return their results with the counts for the log."""
         shown, failed = list[ChatMessage](), 0
         self._until = time.monotonic() + self.context.tool_timeout
         for call in reply.calls:
@@ -52,8 +57,7 @@ class ToolEnvironment:
             if isinstance(call, ToolCall) and call.name in self._tools:
                 message["name"] = call.name
             shown.append(message)
-        counts = {"tool_calls": len(shown), "tool_errors": failed}
-        return Step(Observation(shown), 0.0, False, {"counts": counts})
+        return shown, {"tool_calls": len(shown), "tool_errors": failed}
 
     async def call(self, call: ToolCall | MalformedCall) -> Content:
         """Return the result of a call. Raises MalformedCall or ToolError, whose message the policy

@@ -1,0 +1,1 @@
+"""A real browser as the screen of episodes: headless Chromium, driven by Playwright."""
