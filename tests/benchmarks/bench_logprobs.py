@@ -181,7 +181,7 @@ def bench_kept() -> None:
     print(f"\nlog-probs and entropies among kept tokens, vocabulary {VOCABULARY}, two threads")
     print(f"{'entropy':>8}{'top-p':>7}{'tokens kept':>13}{'bytes':>8}{'CPU time':>10}")
     for scale in (4.0, 5.0, 7.0):
-        ((entropy, sizes, (whole, *each)),) = launch(1, with_sets, scale)
+        ((entropy, sizes, (whole, *each)),) = launch(1, with_sets, scale, timeout=900)
         for top_p, size, seconds in zip(TOP_P, sizes, each, strict=True):
             cost = f"{size:13.1f}{4 + 4 * size:8.0f}{seconds / whole:9.2f}x"
             print(f"{entropy:8.2f}{top_p:7}{cost}")
@@ -192,7 +192,7 @@ def bench_teacher() -> None:
     print(f"\ndivergence over a teacher's tokens, vocabulary {VOCABULARY}, two threads")
     print(f"{'k':>6}{'all others':>12}{'bytes':>8}{'over HTTP':>11}{'CPU time':>10}")
     numbers = (16, 64, 256)
-    ((rests, (without, *each)),) = launch(1, with_a_teacher, numbers)
+    ((rests, (without, *each)),) = launch(1, with_a_teacher, numbers, timeout=900)
     for k, rest, seconds in zip(numbers, rests, each, strict=True):
         http = 2 * len(base64.b64encode(bytes(4 * k)))
         print(f"{k:6}{rest:12.3f}{4 + 8 * k:8}{http:11}{seconds / without:9.2f}x")

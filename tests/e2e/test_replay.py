@@ -162,11 +162,10 @@ def test_a_replay_with_a_teacher_is_the_run_again(world: World, running: Running
         "algorithm": {**GRPO, "steps": 2, "minibatches": 1, "kl_coefficient": 0},
         "distillation": distillation,
     }
-    sampling = {"suppress_special_tokens": False}  # as the teacher, which is the policy
-    rollout, replayed = (
-        how | sampling for how in (running.rollout, {"replay": str(world.root / "taught/rollouts")})
+    replayed = {"replay": str(world.root / "taught/rollouts")}
+    recipe = world.recipe(
+        "taught", **sections, run={"record_rollouts": True}, rollout=running.rollout
     )
-    recipe = world.recipe("taught", **sections, run={"record_rollouts": True}, rollout=rollout)
     keys = running.keys | {TEACHER_KEY: running.keys[API_KEY]}
     done = world.megavlm("train", recipe, **keys)
     assert done.returncode == 0, done.stderr
@@ -178,7 +177,8 @@ def test_a_replay_with_a_teacher_is_the_run_again(world: World, running: Running
     assert all(torch.equal(before[key], after[key]) for key in before)
     ours, theirs = world.metrics("taught_again"), world.metrics("taught")
     assert [values(record) for record in ours] == [values(record) for record in theirs]
-    assert ours[0]["kl_teacher"] < 1e-5 and ours[1]["teacher_bytes"] > 0
+    # Not 0: the teacher gives probability to suppressed tokens too.
+    assert 0 < ours[0]["kl_teacher"] < 2e-3 and ours[1]["teacher_bytes"] > 0
     assert 0 < ours[0]["teacher_rest"] < 1
     sections["distillation"] = distillation | {"top_k": 17}
     done = world.megavlm("train", world.recipe("taught_more", **sections, rollout=replayed))
