@@ -67,22 +67,10 @@ class Teachers:
                         episode.add_group_score(rewards.failed(named))
                 return
             for (episode, turn), scores in zip(places, found, strict=True):
-                self._check(scores, name)
                 episode.responses[turn] = episode.responses[turn].with_scores(scores)
 
         await asyncio.gather(*(ask(*call) for call in calls.items()))
         group.awaits_teacher = False
-
-    def _check(self, scores: TeacherLogprobs, name: str) -> None:
-        """Raise ValueError if one of the teacher's likeliest tokens is none of the policy's: a
-        teacher may have more tokens.
-        """
-        most = self._processor.vocab_size
-        if scores.top is not None and (scores.top.ids >= most).any():
-            raise ValueError(
-                f"distillation.teachers.{name} finds token {scores.top.ids.max()} likely, but the "
-                f"policy has only {most} tokens: set distillation.divergence=sampled"
-            )
 
     async def close(self) -> None:
         for client in self._clients.values():

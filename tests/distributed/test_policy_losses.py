@@ -135,7 +135,7 @@ def trees_of(cases: list[Sequences], settings: GRPO | PPO) -> list[Tree]:
         trees.append(prompt_tree(case.prompt, case.responses, values))
     if settings is SETTINGS["kept tokens"]:
         return [with_sets(tree, "kept") for tree in trees]
-    if settings is SETTINGS["a teacher's tokens"]:
+    if settings is SETTINGS["teachers' tokens"]:
         return [with_sets(tree, "teacher") for tree in trees]
     return trees
 
@@ -321,7 +321,7 @@ def with_token_sets(folder: Path, ranks: Ranks, name: str) -> tuple[list[Tensor]
     return found, gradient_norm(run.chunks)
 
 
-@pytest.mark.parametrize("name", ["kept tokens", "a teacher's tokens"])
+@pytest.mark.parametrize("name", ["kept tokens", "teachers' tokens"])
 @pytest.mark.parametrize("layout", ["TP2", *slow("TP2xPP2", "PP2xCP2", "TP2xCP2")])
 def test_scores_with_token_sets_are_those_of_one_rank(folder: Path, layout: str, name: str) -> None:
     (((_, *expected), norm),) = launch(1, with_token_sets, folder, LAYOUTS["one rank"], name)

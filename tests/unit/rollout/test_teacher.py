@@ -367,22 +367,6 @@ def test_other_likeliest_tokens_are_no_answer(
     asyncio.run(stops.close())
 
 
-def test_a_likely_token_that_the_policy_lacks_ends_the_run(
-    processor: Processor, manager: RewardManager, server: Server
-) -> None:
-    def spoiled(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        for item in items:
-            ids = np.full(3 * (len(item["meta_info"]["input_token_logprobs"]) - 1), 10**6)
-            item["meta_info"]["input_top_logprobs_idx_flat_b64"] = encoded(ids, "<i4")
-        return items
-
-    server.spoils = spoiled
-    with pytest.raises(
-        ValueError, match=r"teachers\.large finds token 1000000 likely, but the pol"
-    ):
-        played(processor, manager, of_urls(server.url, **FORWARD))
-
-
 def test_an_evaluation_asks_no_teacher(
     processor: Processor, manager: RewardManager, server: Server
 ) -> None:
