@@ -147,6 +147,7 @@ FAMILIES = {
     "glm4v_moe": Family(
         "megavlm.models.glm4v", "glm4", server_args={"disable_shared_experts_fusion": True}
     ),
+    "internvl": Family("megavlm.models.internvl", "intern"),
 }
 
 DEMO = "qwen2_5_vl"  # family of a tiny model, if none is named

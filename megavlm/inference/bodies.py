@@ -67,9 +67,9 @@ def generate_body(
     }
     body |= _names(sampling_params) | _beside_tokens(sampling_params, first_routed)
     media: dict[str, list[Body]] = {}
-    if any(prompt.images and not prompt.has_videos for prompt in prompts):
+    if any(prompt.images and not prompt.sends_frames for prompt in prompts):
         media["image_data"] = _listed([_listed(_texts(prompt, encoder)) for prompt in prompts])
-    if any(prompt.has_videos for prompt in prompts):
+    if any(prompt.sends_frames for prompt in prompts):
         media["video_data"] = _listed([_listed(_media(prompt, encoder)) for prompt in prompts])
     return _with_media(body, media)
 
@@ -124,7 +124,7 @@ def _shared_media(prompt: "Prompt", count: int, encoder: Encoder) -> dict[str, S
     media of a prompt with videos, are included once; SGLang accepts several images only as a list
     each time.
     """
-    if prompt.has_videos:
+    if prompt.sends_frames:
         return {"video_data": _media(prompt, encoder)[0]}
     if not prompt.images:
         return {}
@@ -178,13 +178,13 @@ def _listed(items: Sequence[Sequence[Body]]) -> list[Body]:
 
 
 def _texts(prompt: "Prompt", encoder: Encoder) -> list[list[Body]]:
-    if prompt.has_videos:
+    if prompt.sends_frames:
         return []
     return [[encoder.image(image)] for image in prompt.images]
 
 
 def _media(prompt: "Prompt", encoder: Encoder) -> list[list[Body]]:
-    return [[encoder.media(processed_media(prompt))]] if prompt.has_videos else []
+    return [[encoder.media(processed_media(prompt))]] if prompt.sends_frames else []
 
 
 def processed_media(prompt: "Prompt") -> list[Body]:

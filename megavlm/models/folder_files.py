@@ -48,6 +48,8 @@ def check_files(folder: Path) -> None:
             )
     if vocabulary is None:
         return
+    for token in names.only_in_templates:
+        tokens.pop(token, None)
     if tokens and max(tokens.values()) >= vocabulary:
         token = max(tokens, key=tokens.__getitem__)
         raise ValueError(

@@ -40,7 +40,7 @@ from megavlm.weight_sync.update import SyncReport, SyncSettings
 from tests.fakes.receivers import FixedReceivers
 from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
-from tests.support.families import entries_of
+from tests.support.families import entries_of, vision_tokens
 from tests.support.generation import generate
 from tests.support.lora_reference import ALPHA, RANK
 from tests.support.merged import add_pairs
@@ -156,7 +156,7 @@ def packs_of(
     return [
         make_pack(
             [prompt_tree(prompt, [response.token_ids.tolist() for response in responses])],
-            vision_token_ids=(config.image_token_id, config.video_token_id),
+            vision_token_ids=vision_tokens(config),
             multiple=2 if trainer.ranks.sequence else 1,
             context_size=context_size,
         )
