@@ -4,7 +4,8 @@ A family is a package with five modules. A new family adds these, and a line in 
 
     config.py   `language_sizes`, `architecture`, `rotary`, `patch_sizes`: the model, as plain
                 values; `FOLDER_NAMES`, what other files of a model folder repeat of them;
-                `served_config`, if servers read values that transformers does not write
+                `served_config`, if servers read values that transformers does not write;
+                `served_values`, if they read others; `SERVER_NAMES`, if they name weights otherwise
     mapping.py  `mapping`: entries that map hub tensors to this model's tensors
     vision.py   `VisionTower`
     inputs.py   `images`, `positions` and `model_inputs`: how images become pixels and tokens, the
@@ -130,6 +131,19 @@ class Family:
         complete = getattr(self._module("config"), "served_config", dict)
         completed: dict[str, Any] = complete(values)
         return completed
+
+    def served_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values that SGLang must read in place of those of a config.json (its argument
+        json_model_override_args). Families without `served_values` need none.
+        """
+        replaced = getattr(self._module("config"), "served_values", None)
+        return {} if replaced is None else replaced(values)
+
+    def server_names(self) -> tuple[tuple[str, str], ...]:
+        """Return pairs (pattern, replacement) that turn short names of HF tensors into SGLang's,
+        where these differ otherwise than weight_sync.sglang_layout knows.
+        """
+        return getattr(self._module("config"), "SERVER_NAMES", ())
 
     def _module(self, name: str) -> ModuleType:
         return importlib.import_module(f"{self.package}.{name}")

@@ -16,6 +16,7 @@ from megavlm.config.lora import LoRA
 from megavlm.data.packs.packing import Pack, make_pack
 from megavlm.data.packs.trees import prompt_tree
 from megavlm.data.processor import Prompt
+from megavlm.families import family
 from megavlm.inference.protocol import Response, SamplingParams, adapter_name
 from megavlm.inference.server_pool.receivers import Receiver, Receivers
 from megavlm.models.common.config import ModelOptions
@@ -135,6 +136,7 @@ def make_sync(
             tied_embeddings=config.tie_word_embeddings,
             linear_rows=linear_rows(config.text_config),
             vision_head_dim=vision_head_dim(config.vision_config),
+            server_names=family(config.model_type).server_names(),
             pause_mode=pause,
             timeout=TIMEOUT,
             bucket_bytes=2**19,

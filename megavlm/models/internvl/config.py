@@ -8,6 +8,7 @@ from megavlm.models.qwen3_vl.config import expert_layers, language_sizes
 
 __all__ = [
     "FOLDER_NAMES",
+    "SERVER_NAMES",
     "architecture",
     "expert_layers",
     "head_dim",
@@ -31,6 +32,28 @@ SERVED_LANGUAGE = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+
+SERVER_NAMES = (
+    (r"^(model\.(layers|embed_tokens|norm)|lm_head)\b", r"language_model.\1"),
+    (r"^vision_tower\.embeddings\.cls_token", "vision_model.embeddings.class_embedding"),
+    (
+        r"^vision_tower\.embeddings\.patch_embeddings\.projection",
+        "vision_model.embeddings.patch_embedding",
+    ),
+    (
+        r"^vision_tower\.embeddings\.position_embeddings",
+        "vision_model.embeddings.position_embedding",
+    ),
+    (r"^vision_tower\.encoder\.layer\b", "vision_model.encoder.layers"),
+    (r"^(vision_model\..*)\.attention\.projection_layer\b", r"\1.attn.attn.proj"),
+    (r"^(vision_model\..*)\.attention\b", r"\1.attn.attn"),
+    (r"^(vision_model\..*)\.lambda_(\d)", r"\1.ls\2"),
+    (r"^(vision_model\..*)\.layernorm_before\b", r"\1.norm1"),
+    (r"^(vision_model\..*)\.layernorm_after\b", r"\1.norm2"),
+    (r"^multi_modal_projector\.layer_norm\b", "mlp1.0"),
+    (r"^multi_modal_projector\.linear_1\b", "mlp1.1"),
+    (r"^multi_modal_projector\.linear_2\b", "mlp1.3"),
+)
 
 
 def architecture(hf_config: Any) -> dict[str, Any]:
