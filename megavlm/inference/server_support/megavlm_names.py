@@ -17,8 +17,8 @@ PREFIXES = {
 
 
 def install() -> None:
-    """Make SGLang's Intern-S1 read both names. The class is changed where SGLang looks it up, because
-    importing it here would take a second of every server's start.
+    """Make SGLang's Intern-S1 read both names. The class is changed where SGLang looks it up,
+    because importing it here would take a second of every server's start.
     """
     from sglang.srt.models.registry import ModelRegistry
 

@@ -7,7 +7,7 @@ tokens of the prompt as the model gets them, and its only video is a text that b
 `megavlm:` and goes on with the path of an in-memory file, or base64. This content describes all
 images and videos: 8 bytes with the length of a header, the header in JSON, the positions
 [3, num_tokens] int32, and the frames [F, H, W, 3] uint8 of each image and video. The header has the
-`media` (is_video, shape [F, H, W] and hash), the `format` of patches, the prompt's `num_tokens`, and
+`media` (is_video, shape [F, H, W] and hash), the `format` of patches, the prompt's `num_tokens` and
 its `next_position`: tokens after it are a response that goes on.
 """
 
@@ -95,7 +95,7 @@ def _read(text: str) -> bytearray:
         return bytearray(file.read())
 
 
-def processed(prompt: list[int], text: str, token_ids: tuple[int, int]) -> Any:
+def processed(prompt: list[int], text: str, token_ids: tuple[int, int | None]) -> Any:
     """Return the media as SGLang's processors return them, one item for each run of tokens: an
     image, a video, or a frame of a video. text: Names or holds the content. token_ids: The tokens
     that images and videos replace.
@@ -123,8 +123,8 @@ def processed(prompt: list[int], text: str, token_ids: tuple[int, int]) -> Any:
     format_ = PatchFormat.from_values(header["format"])
     ids = torch.tensor(prompt[:length])
     # Images and videos may share a token; then they take its places in their order.
-    if not (ids == token_ids[1]).any():
-        token_ids = token_ids[:1] * 2
+    if token_ids[1] not in prompt[:length]:
+        token_ids = token_ids[0], token_ids[0]
     places = {token: iter((ids == token).nonzero().flatten().tolist()) for token in token_ids}
     images: list[dict[str, Any]] = []
     videos: list[dict[str, Any]] = []
