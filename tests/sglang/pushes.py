@@ -41,7 +41,7 @@ from megavlm.weight_sync.update import SyncReport, SyncSettings
 from tests.fakes.receivers import FixedReceivers
 from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
-from tests.support.families import entries_of, vision_tokens
+from tests.support.families import entries_of, is_tower, vision_tokens
 from tests.support.generation import generate
 from tests.support.lora_reference import ALPHA, RANK
 from tests.support.merged import add_pairs
@@ -238,7 +238,7 @@ def changed(folder: Path, to: Path, *, tower: bool, seed: int) -> Path:
     entries = entries_of(AutoConfig.from_pretrained(folder))
     frozen = {name for entry in entries if entry.frozen for name in entry.hf}
     for name in sorted(tensors.keys() - frozen):
-        if tower or "visual" not in name:
+        if tower or not is_tower(name):
             tensors[name] += 0.02 * torch.randn(tensors[name].shape, generator=generator)
     return with_tensors(folder, to, tensors)
 

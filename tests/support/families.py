@@ -18,6 +18,11 @@ def model_type(family: str) -> str:
     return MODEL_TYPES.get(family, family)
 
 
+def is_tower(hf: str) -> bool:
+    """Whether an HF tensor belongs to the tower or its mergers."""
+    return any(part in hf for part in ("visual.", "vision_tower.", "multi_modal_projector."))
+
+
 def vision_tokens(config: Any) -> tuple[int, ...]:
     """Tokens that features replace."""
     names = ("image_token_id", "video_token_id")
