@@ -8,11 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavlm.data.media.videos import Grid
 from megavlm.models.common.tower import Tower
-from megavlm.models.common.vision_layers import Segments, activation, attend, merge_order
+from megavlm.models.common.vision_layers import (
+    PaddedLinear,
+    Segments,
+    activation,
+    attend,
+    merge_order,
+)
 from megavlm.models.internvl.config import merge_size, square_side
 
 
@@ -98,7 +105,7 @@ class VisionTower(Tower):
         def norm(features: int) -> nn.Module:
             return kind(features, eps=config.layer_norm_eps)
 
-        self.patch_embed = nn.Linear(config.num_channels * patch**2, size)
+        self.patch_embed = PaddedLinear(config.num_channels * patch**2, size, size)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, size))
         self.position_embeddings = nn.Parameter(torch.zeros(1, num_patches + 1, size))
         self.blocks = nn.ModuleList(Block(config, norm) for _ in range(config.num_hidden_layers))
@@ -109,7 +116,8 @@ class VisionTower(Tower):
         tiles, side = sum(t for t, _, _ in grids), grids[0][1]
         size = self.patch_embed.out_features
         first, table = self.position_embeddings[0].split([1, side**2])
-        embedded = self.patch_embed(patches.to(table.dtype)).view(tiles, side**2, size)
+        padded = F.pad(patches.to(table.dtype), (0, -patches.size(1) % 8))
+        embedded = self.patch_embed(padded).view(tiles, side**2, size)
         embedded = embedded + merge_order(table.view(side, side, size), self.merge_size)
         classes = (self.cls_token + first).expand(tiles, 1, size)
         x = torch.cat([classes, embedded], dim=1).flatten(0, 1)
