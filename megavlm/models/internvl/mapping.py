@@ -37,7 +37,8 @@ def _block(megatron: str, hf: str, vision: Any) -> Iterator[Entry]:
         for x in "qk":
             source = f"{hf}.attention.{x}_norm.weight"
             yield same(f"{megatron}.attn.{x}_norm.weight", source, (size,))
-    yield from _linear(f"{megatron}.attn.proj", f"{hf}.attention.projection_layer", size, size)
+    attn, attention = f"{megatron}.attn", f"{hf}.attention"
+    yield from _linear(f"{attn}.projection_layer", f"{attention}.projection_layer", size, size)
     yield from _linear(f"{megatron}.mlp.fc1", f"{hf}.mlp.fc1", ffn, size)
     yield from _linear(f"{megatron}.mlp.fc2", f"{hf}.mlp.fc2", size, ffn)
     for number, norm in ((1, "layernorm_before"), (2, "layernorm_after")):
@@ -51,9 +52,9 @@ def _merger(config: Any) -> Iterator[Entry]:
     hidden, hf = config.text_config.hidden_size, "multi_modal_projector"
     merged = config.vision_config.hidden_size * merge_size(config) ** 2
     for kind in ("weight", "bias"):
-        yield same(f"visual.merger.norm.{kind}", f"{hf}.layer_norm.{kind}", (merged,))
-    yield from _linear("visual.merger.fc1", f"{hf}.linear_1", hidden, merged)
-    yield from _linear("visual.merger.fc2", f"{hf}.linear_2", hidden, hidden)
+        yield same(f"visual.merger.layer_norm.{kind}", f"{hf}.layer_norm.{kind}", (merged,))
+    yield from _linear("visual.merger.linear_1", f"{hf}.linear_1", hidden, merged)
+    yield from _linear("visual.merger.linear_2", f"{hf}.linear_2", hidden, hidden)
 
 
 def _text(config: Any) -> Iterator[Entry]:

@@ -33,7 +33,7 @@ class Attention(nn.Module):
         size = config.hidden_size
         self.num_heads = config.num_attention_heads
         self.qkv = nn.Linear(size, 3 * size, bias=config.attention_bias)
-        self.proj = nn.Linear(size, size)
+        self.projection_layer = nn.Linear(size, size)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         if config.use_qk_norm:
@@ -43,15 +43,15 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).chunk(3, -1)
         heads = (self.num_heads, -1)
         q, k, v = (x.unflatten(1, heads) for x in (self.q_norm(q), self.k_norm(k), v))
-        return self.proj(attend(q, k, v, segments).flatten(1))
+        return self.projection_layer(attend(q, k, v, segments).flatten(1))
 
 
 class MLP(nn.Module):
-    """MLP of two linear layers: [P, in_size] to [P, out_size]."""
+    """MLP of two linear layers."""
 
-    def __init__(self, in_size: int, width: int, out_size: int, hidden_act: str) -> None:
+    def __init__(self, size: int, width: int, hidden_act: str) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(in_size, width), nn.Linear(width, out_size)
+        self.fc1, self.fc2 = nn.Linear(size, width), nn.Linear(width, size)
         self.act = activation(hidden_act)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Block(nn.Module):
         size = config.hidden_size
         self.norm1, self.norm2 = norm(size), norm(size)
         self.attn = Attention(config)
-        self.mlp = MLP(size, config.intermediate_size, size, config.hidden_act)
+        self.mlp = MLP(size, config.intermediate_size, config.hidden_act)
         self.scale1 = nn.Parameter(torch.full((size,), config.layer_scale_init_value))
         self.scale2 = nn.Parameter(torch.full((size,), config.layer_scale_init_value))
 
@@ -76,15 +76,18 @@ class Block(nn.Module):
         return x + self.scale2 * self.mlp(self.norm2(x))
 
 
-class Merger(MLP):
-    """MLP with a norm before it, over the patches of a cell together."""
+class Merger(nn.Module):
+    """MLP over the patches of a cell together, with a norm before it."""
 
     def __init__(self, merged_size: int, out_size: int, hidden_act: str) -> None:
-        super().__init__(merged_size, out_size, out_size, hidden_act)
-        self.norm = nn.LayerNorm(merged_size)
+        super().__init__()
+        self.layer_norm = nn.LayerNorm(merged_size)
+        self.linear_1 = nn.Linear(merged_size, out_size)
+        self.linear_2 = nn.Linear(out_size, out_size)
+        self.act = activation(hidden_act)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x))
+        return self.linear_2(self.act(self.linear_1(self.layer_norm(x))))
 
 
 class VisionTower(Tower):
@@ -111,6 +114,11 @@ class VisionTower(Tower):
         self.blocks = nn.ModuleList(Block(config, norm) for _ in range(config.num_hidden_layers))
         merged_size = size * self.merge_size**2
         self.merger = Merger(merged_size, self.feature_size, hf_config.projector_hidden_act)
+
+    def projections(self, linear: str) -> tuple[str, ...]:
+        if linear.endswith(".qkv"):
+            return "q_proj", "k_proj", "v_proj"
+        return super().projections(linear)
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         tiles, side = sum(t for t, _, _ in grids), grids[0][1]
