@@ -20,7 +20,6 @@ from itertools import islice, pairwise
 from math import prod
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
 from sglang.srt.multimodal.processors.base_processor import (
     BaseMultimodalProcessor,
     BaseMultiModalProcessorOutput,
@@ -39,6 +38,8 @@ def install() -> None:
     async def combine(
         self: Any, image_data: Any, video_data: Any, input_text: Any, **_: Any
     ) -> Any:
+        from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
+
         media = await self.load_mm_data(
             prompt=input_text,
             image_data=image_data,

@@ -182,7 +182,16 @@ def test_an_update_allocates_what_an_h200_measured(model: str) -> None:
 
 TOKENS = 512
 SIZES = {"hidden_size": 128, "ffn_size": 320, "num_heads": 4, "num_kv_heads": 2}
-ALL = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"]
+ALL = [
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "glm4v",
+    "glm4v_moe",
+    "internvl",
+]
 ON_CPUS = ["data.max_prompt_tokens=256", f"data.pack_tokens={TOKENS}", "model.fusions=false"]
 
 
