@@ -2,9 +2,9 @@
 
 Tokens in, tokens out: prompts are sent as token ids, with one image token per image that SGLang
 expands itself. Images are already resized. They are sent as bytes, or as paths of in-memory files
-on this machine, but never as a URL, so that a server downloads nothing. A prompt with videos is
-sent with all its vision tokens, its positions and the frames of its images and videos, for
-server_support/megavlm_videos.py.
+on this machine, but never as a URL, so that a server downloads nothing. A prompt with videos, or
+with images that a server would cut otherwise, is sent with all its vision tokens, its positions and
+the frames of its images and videos, for server_support/megavlm_videos.py.
 """
 
 import base64
@@ -121,7 +121,7 @@ def score_body(
 
 def _shared_media(prompt: "Prompt", count: int, encoder: Encoder) -> dict[str, Sequence[Body]]:
     """Return the media of a request with `count` times the same prompt. A single image, and the
-    media of a prompt with videos, are included once; SGLang accepts several images only as a list
+    media of a prompt with frames, are included once; SGLang accepts several images only as a list
     each time.
     """
     if prompt.sends_frames:

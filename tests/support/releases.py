@@ -383,11 +383,13 @@ RELEASES = {
     "Qwen3.5-35B-A3B": _qwen3_5(40, 2048, 16, 2, 512, 32, moe=_shared_moe(512, 256, 8)),
     "GLM-4.1V-9B-Thinking": _glm4v(40, 32, 2, 13696),
     "GLM-4.6V": _glm4v(46, 96, 8, 10944, moe=_glm_moe()),
-    "InternVL3-8B": _internvl3(28, 3584, 28, 4, 18944),
-    "InternVL3-78B": _internvl3(80, 8192, 64, 8, 29568, large_tower=True),
-    "InternVL3.5-8B": _internvl3_5(36, 4096, 32, 8, 12288),
-    "InternVL3.5-30B-A3B": _internvl3_5(48, 2048, 32, 4, 6144, moe=_moe(768)),
-    "InternVL3.5-241B-A28B": _internvl3_5(94, 4096, 64, 4, 12288, moe=_moe(1536), large_tower=True),
+    "InternVL3-8B-hf": _internvl3(28, 3584, 28, 4, 18944),
+    "InternVL3-78B-hf": _internvl3(80, 8192, 64, 8, 29568, large_tower=True),
+    "InternVL3_5-8B-HF": _internvl3_5(36, 4096, 32, 8, 12288),
+    "InternVL3_5-30B-A3B-HF": _internvl3_5(48, 2048, 32, 4, 6144, moe=_moe(768)),
+    "InternVL3_5-241B-A28B-HF": _internvl3_5(
+        94, 4096, 64, 4, 12288, moe=_moe(1536), large_tower=True
+    ),
 }
 
 

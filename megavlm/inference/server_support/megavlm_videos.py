@@ -124,9 +124,10 @@ def processed(prompt: list[int], text: str, token_ids: tuple[int, int | None]) -
     format_ = PatchFormat.from_values(header["format"])
     ids = torch.tensor(prompt[:length])
     # Images and videos may share a token; then they take its places in their order.
-    if token_ids[1] not in prompt[:length]:
-        token_ids = token_ids[0], token_ids[0]
-    places = {token: iter((ids == token).nonzero().flatten().tolist()) for token in token_ids}
+    image, video = token_ids
+    if video is None or video not in prompt[:length]:
+        video = image
+    places = {token: iter((ids == token).nonzero().flatten().tolist()) for token in (image, video)}
     images: list[dict[str, Any]] = []
     videos: list[dict[str, Any]] = []
     for medium, pixels in zip(header["media"], frames, strict=True):
@@ -134,7 +135,7 @@ def processed(prompt: list[int], text: str, token_ids: tuple[int, int | None]) -
         shown = pixels.view(*medium["shape"], 3)
         features = format_.normalised(shown) if format_.sends_frames else format_.cut(shown)
         is_video, number = medium["is_video"], prod(grid) // format_.merge**2
-        own = list(islice(places[token_ids[is_video]], number))
+        own = list(islice(places[video if is_video else image], number))
         if len(own) < number:
             raise ValueError(f"the prompt has {len(own)} of the {number} tokens of a medium")
         per_token = len(features) / number

@@ -52,7 +52,7 @@ def test_released_configurations(release: str, tmp_path: Path) -> None:
     assert ours.ffn_hidden_size == text.get("intermediate_size", ours.moe_ffn_hidden_size)
     assert ours.num_query_groups == text["num_key_value_heads"]
     assert ours.kv_channels == text.get("head_dim", 128)
-    has_norms = release.startswith(("Qwen3", "InternVL3.5"))
+    has_norms = release.startswith(("Qwen3", "InternVL3_5"))
     assert ours.qk_layernorm == has_norms != ours.add_qkv_bias
     assert ours.layernorm_epsilon == text.get("rms_norm_eps", 1e-6) and not ours.add_bias_linear
     if count := text.get("num_experts") or text.get("n_routed_experts"):

@@ -46,7 +46,7 @@ from tests.unit.planner.estimates import cluster
 AWARE = "use_precision_aware_optimizer=true"
 ON_GPUS = [name for name in WHOLE if not name.startswith("debug/")]
 # In the quick suite; models with many layers or experts take seconds to build.
-SMALL = [name for name in ON_GPUS if not re.search(r"_(27|30|32|35|72|235)b_|4_6v", name)]
+SMALL = [name for name in ON_GPUS if not re.search(r"_(27|30|32|35|72|235|241)b_|4_6v", name)]
 
 
 def release(config: Config, folder: Path) -> Any:
