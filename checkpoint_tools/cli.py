@@ -98,6 +98,13 @@ def _export(
             "(default: that of the folder that the checkpoint was made of)."
         ),
     ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            help="Model folder whose names of tensors and other files are written, such as the "
+            "authors' release (default: the folder that the checkpoint was made of)."
+        ),
+    ] = None,
 ) -> None:
     """Turn a checkpoint, imported or trained under any layout, into a HuggingFace model folder.
 
@@ -113,6 +120,7 @@ def _export(
         hf_dir,
         step=source.step,
         alpha=source.alpha,
+        like=like,
         options=output.write_options(console.progress, experts),
     )
     merged = f"; adapters of {done.num_merged} projections are merged" if done.num_merged else ""

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from checkpoint_tools.export_hf import WriteOptions, write_hf
+from checkpoint_tools.hf_config import has_authors_form
 from checkpoint_tools.lora.peft_folder import is_peft_folder
 from checkpoint_tools.lora.step_adapters import has_adapters, step_adapters
 from checkpoint_tools.streaming import ShowProgress, no_progress
@@ -71,6 +72,12 @@ def compare_logits(
                 f"(megavlm-convert lora-merge MODEL OUTPUT --adapter {path}) and compare that."
             )
     sides = open_both(a, b, experts)
+    for weights in sides:
+        if has_authors_form(weights.hf_files):
+            raise ValueError(
+                f"{weights.hf_files} has the form of the model's authors, and logits are computed "
+                "by transformers: export it with --like a folder of transformers' form first."
+            )
     families = [weights.config.model_type for weights in sides]
     if families[0] != families[1]:
         raise ValueError(

@@ -56,7 +56,8 @@ def compare_weights(
 
     def read(pair: tuple[Entry, Entry]) -> tuple[list[str], tuple[Tensor, ...], tuple[Tensor, ...]]:
         entry, other = pair
-        return _names(entry), entry.to_hf(a.read(entry)), other.to_hf(b.read(other))
+        # By the names of `a`: `b` may have the form of the model's authors.
+        return _names(entry), entry.to_hf(a.read(entry)), entry.to_hf(b.read(other))
 
     with show("verify", a.total_bytes) as advance:
         for names, left, right in prefetch(read, pairs):
@@ -106,7 +107,7 @@ def difference(a: Tensor, b: Tensor) -> str | None:
 
 def _unlike(a: Weights, entry: Entry, b: Weights, other: Entry) -> str | None:
     """Describe how shapes or dtypes of two entries differ. Returns None if they agree."""
-    if entry.hf_shapes != other.hf_shapes:
+    if entry.checkpoint_shape != other.checkpoint_shape:
         return f"makes a Megatron tensor {entry.megatron_shape} and {other.megatron_shape}"
     left, right = a.dtypes[entry.megatron], b.dtypes[entry.megatron]
     return f"has dtypes {left} and {right}" if left != right else None

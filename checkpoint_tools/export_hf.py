@@ -21,7 +21,7 @@ from checkpoint_tools.streaming import ShowProgress, no_progress, prefetch
 from checkpoint_tools.weights import KeyEntries, Weights, step_weights
 from megavlm.checkpointing.folder import copy_hf_files
 from megavlm.checkpointing.untrained import UntrainedTensor, untrained_tensors
-from megavlm.families import family
+from megavlm.families import AUTHORS, family
 from megavlm.models.common.hf_source import INDEX, SINGLE
 from megavlm.models.common.loading import MEMORY, Form, written_shapes
 from megavlm.models.common.lora_linear import is_adapter
@@ -71,16 +71,18 @@ def export_hf(
     *,
     step: int | None = None,
     alpha: float | None = None,
+    like: Path | None = None,
     options: WriteOptions | None = None,
 ) -> Export:
     """Write the weights of a step (default: the latest) under hub names, with the model's other
     files and a model card. Adapters are merged, so that the folder holds the trained model.
 
     Reads any layout and holds two tensors in memory; each expert counts as one tensor. alpha: alpha
-    of the adapters, if the step does not record it. Raises ValueError if the step is missing,
-    damaged or incomplete, if a value is too large for the dtype, or as `output_folder` does.
+    of the adapters, if the step does not record it. like: as in `step_weights`. Raises ValueError
+    if the step is missing, damaged or incomplete, if a value is too large for the dtype, or as
+    `output_folder` does.
     """
-    weights = step_weights(checkpoint_dir, step)
+    weights = step_weights(checkpoint_dir, step, like=like)
     adapters = None
     if alpha is not None or has_adapters(weights):
         adapters = step_adapters(weights, alpha=alpha)
@@ -244,7 +246,9 @@ def _write_config(path: Path, dtype: torch.dtype, *, unties: bool) -> None:
     ties it to the embedding.
     """
     before = json.loads(path.read_bytes())
-    config = copy.deepcopy(family(before["model_type"]).served_config(before))
+    config = copy.deepcopy(before)
+    if before["model_type"] not in AUTHORS:
+        config = copy.deepcopy(family(before["model_type"]).served_config(before))
     for section, key in dtype_keys(config):
         section[key] = str(dtype).removeprefix("torch.")
     if unties:

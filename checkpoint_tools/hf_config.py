@@ -9,7 +9,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from megavlm.families import check_unquantised, family
+from megavlm.families import AUTHORS, check_unquantised, family
+from megavlm.models.common.mapping import Entry
 
 # The values of these keys must be at least 1 wherever they appear.
 _COUNTS = {
@@ -19,7 +20,8 @@ _COUNTS = {
 
 
 def read_config(folder: Path) -> Any:
-    """Load transformers' configuration of a HuggingFace folder.
+    """Load transformers' configuration of a HuggingFace folder, also of one in the form of the
+    model's authors.
 
     Raises ValueError if it is missing, invalid, or of an unsupported family.
     """
@@ -33,16 +35,35 @@ def read_config(folder: Path) -> Any:
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a model's configuration: {error!r}.") from error
+    is_authors = has_authors_form(folder)
     try:
-        family(model_type)
+        parts = family(AUTHORS[model_type] if is_authors else model_type)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     check_unquantised(values, path)
     _check(path, values)
     try:
+        if is_authors:
+            return AutoConfig.for_model(AUTHORS[model_type], **parts.authors_config(values))
         return AutoConfig.from_pretrained(folder)
     except StrictDataclassError as error:
         raise ValueError(f"{path}: {error.__cause__ or error}.") from error
+    except KeyError as error:
+        raise ValueError(f"{path} has no {error}.") from error
+
+
+def has_authors_form(folder: Path) -> bool:
+    """Return True for a folder in the form of the model's authors (families.AUTHORS)."""
+    model_type = json.loads((folder / "config.json").read_bytes()).get("model_type")
+    return isinstance(model_type, str) and model_type in AUTHORS
+
+
+def mapping_of(folder: Path, config: Any) -> list[Entry]:
+    """Return an entry for every tensor of a folder's model, by the names in the folder's form.
+    config: The result of `read_config`, in which embeddings may be untied.
+    """
+    parts = family(config.model_type)
+    return parts.authors_mapping(config) if has_authors_form(folder) else parts.mapping(config)
 
 
 def dtype_keys(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -58,7 +79,7 @@ def untie(values: dict[str, Any]) -> None:
     they read.
     """
     values["tie_word_embeddings"] = False
-    text = values.get("text_config", {})
+    text = values.get("text_config") or values.get("llm_config") or {}
     if "tie_word_embeddings" in text:
         text["tie_word_embeddings"] = False
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint_tools.hf_config import read_config
+from checkpoint_tools.hf_config import mapping_of, read_config
 from checkpoint_tools.safetensors_io import UnmappedHFFolder
 from megavlm.checkpointing.checksums import first_difference, size_difference
 from megavlm.checkpointing.folder import (
@@ -22,7 +22,6 @@ from megavlm.checkpointing.folder import (
     locate_step,
 )
 from megavlm.checkpointing.reader import StepReader
-from megavlm.families import family
 from megavlm.models.common.loading import HUB, Form, HubTensors, has_own_head
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Entry, Shape, by_key
@@ -126,7 +125,7 @@ def hub_weights(
     config, source = read_config(path), UnmappedHFFolder(path)
     if config.tie_word_embeddings and has_own_head(source):
         config.tie_word_embeddings = False  # as in transformers, whatever config.json says
-    entries = family(config.model_type).mapping(config)
+    entries = mapping_of(path, config)
     tensors = HubTensors(entries, source, experts)
     check_files(path)
     if not without_adapters:
@@ -136,8 +135,11 @@ def hub_weights(
     return Weights(path, path, config, groups, dtypes, tensors.read, experts=tensors.form)
 
 
-def step_weights(checkpoint_dir: Path, step: int | None = None) -> Weights:
-    """Open a step of a checkpoint (default: the latest).
+def step_weights(
+    checkpoint_dir: Path, step: int | None = None, *, like: Path | None = None
+) -> Weights:
+    """Open a step of a checkpoint (default: the latest). like: A HuggingFace folder of the same
+    model, whose form and other files replace those of the checkpoint.
 
     Raises ValueError if the step is missing, its files differ from its manifest, or it does not
     hold the tensors of its config.json. Tensors are checked when they are read.
@@ -151,9 +153,9 @@ def step_weights(checkpoint_dir: Path, step: int | None = None) -> Weights:
     ):
         raise ValueError(problem)
     check_hf_files(path.parent)
-    hf_files = path.parent / HF_FILES
+    hf_files = like or path.parent / HF_FILES
     config = read_config(hf_files)
-    groups = by_key(family(config.model_type).mapping(config))
+    groups = by_key(mapping_of(hf_files, config))
     reader = StepReader(path)
     extras = tuple(_check(groups, reader))
     dtypes = {key: reader.dtype(key) for key in groups}

@@ -4,13 +4,16 @@ A family is a package with five modules. A new family adds these, and a line in 
 
     config.py   `language_sizes`, `architecture`, `rotary`, `patch_sizes`: the model, as plain
                 values; `FOLDER_NAMES`, what other files of a model folder repeat of them;
-                `served_config`, if servers read values that transformers does not write
+                `served_config`, if servers read values that transformers does not write;
+                `served_values`, if they read others; `SERVER_NAMES`, if they name weights otherwise
     mapping.py  `mapping`: entries that map hub tensors to this model's tensors
     vision.py   `VisionTower`
     inputs.py   `images`, `positions` and `model_inputs`: how images become pixels and tokens, the
                 positions of tokens, and inputs of transformers' model; `videos`, if prompts may
                 have some
     tiny.py     `TINY`: tiny models of the demo and of tests, by model_type
+    authors.py  `config_values` and `mapping`, if the authors' releases have a form of their own
+                (AUTHORS)
 
 They are imported when they are first used, so that a process that checks a recipe or prepares
 prompts does not import megatron-core.
@@ -131,6 +134,33 @@ class Family:
         completed: dict[str, Any] = complete(values)
         return completed
 
+    def authors_config(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of transformers' configuration for a config.json of the authors. Raises
+        ValueError for settings that are not implemented.
+        """
+        completed: dict[str, Any] = self._module("authors").config_values(values)
+        return completed
+
+    def authors_mapping(self, hf_config: Any) -> list[Any]:
+        """Return an entry (common.mapping.Entry) for every tensor in files of the authors."""
+        entries: list[Any] = self._module("authors").mapping(hf_config)
+        return entries
+
+    def served_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values that SGLang must read in place of those of a config.json (its argument
+        json_model_override_args). Families without `served_values` need none.
+        """
+        replace = getattr(self._module("config"), "served_values", None)
+        replaced: dict[str, Any] = {} if replace is None else replace(values)
+        return replaced
+
+    def server_names(self) -> tuple[tuple[str, str], ...]:
+        """Return pairs (pattern, replacement) that turn short names of HF tensors into SGLang's,
+        where these differ otherwise than weight_sync.sglang_layout knows.
+        """
+        names: tuple[tuple[str, str], ...] = getattr(self._module("config"), "SERVER_NAMES", ())
+        return names
+
     def _module(self, name: str) -> ModuleType:
         return importlib.import_module(f"{self.package}.{name}")
 
@@ -147,7 +177,12 @@ FAMILIES = {
     "glm4v_moe": Family(
         "megavlm.models.glm4v", "glm4", server_args={"disable_shared_experts_fusion": True}
     ),
+    "internvl": Family("megavlm.models.internvl", "intern"),
 }
+
+# Model types of folders in the form of a family's authors, where it is not transformers': the
+# family's model type. Conversions read and write them; runs need transformers' form.
+AUTHORS = {"internvl_chat": "internvl"}
 
 DEMO = "qwen2_5_vl"  # family of a tiny model, if none is named
 
@@ -171,6 +206,12 @@ def family(model_type: Any) -> Family:
     """Return the family of a `model_type`. Raises ValueError for any value that is not supported,
     since a config.json may hold anything.
     """
+    if isinstance(model_type, str) and model_type in AUTHORS:
+        raise ValueError(
+            f"model_type {model_type!r} is the form of the model's authors, but a run needs "
+            "transformers' form: take the release whose name ends in -HF, with the weights of this "
+            "folder as model.checkpoint if they are others (megavlm-convert import reads them)."
+        )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ValueError(

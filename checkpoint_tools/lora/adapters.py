@@ -76,14 +76,21 @@ class AdapterPairs:
         return sum(self.nbytes(projection) for projection in self.projections())
 
 
+_IN_MEMORY = (
+    "model.language_model.",
+    "model.visual.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+
+
 def module_name(name: str) -> str:
-    """Return transformers 5's name of a module or tensor, given any naming of the Qwen families."""
+    """Return transformers 5's name of a module or tensor, given any naming of its families."""
     for old, new in (
-        ("model.language_model.", "model.language_model."),
-        ("model.visual.", "model.visual."),
+        *((part, part) for part in _IN_MEMORY),
+        *((part.removeprefix("model."), part) for part in _IN_MEMORY[1:]),
         ("language_model.model.", "model.language_model."),
         ("language_model.", "model.language_model."),
-        ("visual.", "model.visual."),
         ("model.", "model.language_model."),
     ):
         if name.startswith(old):

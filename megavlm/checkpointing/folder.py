@@ -38,7 +38,7 @@ from safetensors import safe_open
 from megavlm.checkpointing import atomic
 from megavlm.checkpointing.checksums import file_checksums, first_difference
 from megavlm.checkpointing.untrained import copy_untrained
-from megavlm.families import UNTRAINED
+from megavlm.families import AUTHORS, UNTRAINED
 
 FORMAT = 1
 POLICY_CHECKPOINTS = "checkpoints"  # folder of the policy's checkpoints in a run directory
@@ -285,6 +285,7 @@ def saved_config(step: Path) -> dict[str, Any]:
 def check_family(step: Path, model_type: str) -> None:
     """Raise ValueError if a step's folder holds a model of another family."""
     saved = saved_config(step).get("model_type", model_type)
+    saved = AUTHORS.get(saved, saved)
     if saved != model_type:
         raise ValueError(
             f"{step} holds a model of the family {saved}, but model.folder one of {model_type}: "

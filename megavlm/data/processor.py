@@ -67,11 +67,18 @@ class Prompt:
         return any(image.is_video for image in self.images)
 
     @property
-    def request_ids(self) -> tuple[int, ...]:
-        """Token ids for the rollout server. A server expands the one vision token of an image
-        itself, but never the tokens of a prompt with videos.
+    def sends_frames(self) -> bool:
+        """Return True if servers are sent the frames of its images and videos with all vision
+        tokens, and not the pictures of its images.
         """
-        return tuple(self.token_ids.tolist()) if self.has_videos else self.short_ids
+        return any(image.is_video or image.format.sends_frames for image in self.images)
+
+    @property
+    def request_ids(self) -> tuple[int, ...]:
+        """Token ids for the rollout server. A server expands the one vision token of a picture
+        itself, but never the tokens of frames.
+        """
+        return tuple(self.token_ids.tolist()) if self.sends_frames else self.short_ids
 
 
 class Processor:
@@ -132,7 +139,7 @@ class Processor:
 
         self.vocab_size: int = config.get_text_config().vocab_size
         added = self._tokenizer.added_tokens_decoder
-        special = {index for index, token in added.items() if token.special}
+        special = {i for i, token in added.items() if token.special and i < self.vocab_size}
         unused = set(range(self.vocab_size)) - set(self._tokenizer.get_vocab().values())
         # Tokens that are never sampled: special ids other than the ends of a turn, and unused rows
         # of the embedding table.

@@ -96,6 +96,7 @@ def _save_model(
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config)
         _slow_decay(model)
+        _fill_tables(model)
         if randomise:
             _randomise(model)
     text = config.text_config
@@ -119,6 +120,15 @@ def _slow_decay(model: Any) -> None:
         if name.endswith(".A_log"):
             decay = torch.linspace(0.02, 0.32, len(parameter), device=parameter.device)
             parameter.data = decay.log()
+
+
+def _fill_tables(model: Any) -> None:
+    """Initialise tables of positions that transformers leaves at zero, because a frozen tower would
+    not see where a patch is.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and not parameter.any():
+            parameter.data.normal_(std=0.1)
 
 
 def _randomise(model: Any) -> None:

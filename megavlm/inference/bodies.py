@@ -2,9 +2,9 @@
 
 Tokens in, tokens out: prompts are sent as token ids, with one image token per image that SGLang
 expands itself. Images are already resized. They are sent as bytes, or as paths of in-memory files
-on this machine, but never as a URL, so that a server downloads nothing. A prompt with videos is
-sent with all its vision tokens, its positions and the frames of its images and videos, for
-server_support/megavlm_videos.py.
+on this machine, but never as a URL, so that a server downloads nothing. A prompt with videos, or
+with images that a server would cut otherwise, is sent with all its vision tokens, its positions and
+the frames of its images and videos, for server_support/megavlm_videos.py.
 """
 
 import base64
@@ -67,9 +67,9 @@ def generate_body(
     }
     body |= _names(sampling_params) | _beside_tokens(sampling_params, first_routed)
     media: dict[str, list[Body]] = {}
-    if any(prompt.images and not prompt.has_videos for prompt in prompts):
+    if any(prompt.images and not prompt.sends_frames for prompt in prompts):
         media["image_data"] = _listed([_listed(_texts(prompt, encoder)) for prompt in prompts])
-    if any(prompt.has_videos for prompt in prompts):
+    if any(prompt.sends_frames for prompt in prompts):
         media["video_data"] = _listed([_listed(_media(prompt, encoder)) for prompt in prompts])
     return _with_media(body, media)
 
@@ -148,10 +148,10 @@ def count_body(prompt: "Prompt") -> list[Body]:
 
 def _shared_media(prompt: "Prompt", count: int, encoder: Encoder) -> dict[str, Sequence[Body]]:
     """Return the media of a request with `count` times the same prompt. A single image, and the
-    media of a prompt with videos, are included once; SGLang accepts several images only as a list
+    media of a prompt with frames, are included once; SGLang accepts several images only as a list
     each time.
     """
-    if prompt.has_videos:
+    if prompt.sends_frames:
         return {"video_data": _media(prompt, encoder)[0]}
     if not prompt.images:
         return {}
@@ -205,13 +205,13 @@ def _listed(items: Sequence[Sequence[Body]]) -> list[Body]:
 
 
 def _texts(prompt: "Prompt", encoder: Encoder) -> list[list[Body]]:
-    if prompt.has_videos:
+    if prompt.sends_frames:
         return []
     return [[encoder.image(image)] for image in prompt.images]
 
 
 def _media(prompt: "Prompt", encoder: Encoder) -> list[list[Body]]:
-    return [[encoder.media(processed_media(prompt))]] if prompt.has_videos else []
+    return [[encoder.media(processed_media(prompt))]] if prompt.sends_frames else []
 
 
 def processed_media(prompt: "Prompt") -> list[Body]:

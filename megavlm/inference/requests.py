@@ -134,11 +134,12 @@ class Request:
         status, for videos that the server does not take, or as `parse_generate` does.
         """
         url = address.url + "/generate"
-        if not address.takes_videos and any(prompt.has_videos for prompt in self.prompts):
+        if not address.takes_videos and any(prompt.sends_frames for prompt in self.prompts):
+            kind = "videos" if any(prompt.has_videos for prompt in self.prompts) else "tiles"
             raise RolloutRequestError(
-                f"{address.url} does not take the videos of {self.source}: only servers that a run "
+                f"{address.url} does not take the {kind} of {self.source}: only servers that a run "
                 "starts itself (rollout.mode=managed), or that python -m megavlm.slurm.servers "
-                "starts, take videos, and not through rollout.router"
+                f"starts, take {kind}, and not through rollout.router"
             )
         if self.most is not None:
             sampling_params = replace(

@@ -28,15 +28,16 @@ GPU_ARGS: ServerArgs = {
     # SGLang chooses GPU memory on some machines. See `Rollout.check` on why it must not.
     "mm_feature_transport": "cpu",
 }
+OVERRIDES = "json_model_override_args"
 FP8_BLOCK = 128  # rows and columns of weights with a scale of their own
-# Modules that SGLang would quantise beside the language model's linear layers: the tower, and two
-# of Gated DeltaNet that have less than a block of rows.
-NOT_QUANTISED = ("visual", "in_proj_a", "in_proj_b")
+# Modules that SGLang would quantise beside the language model's linear layers: towers, mergers, and
+# two of Gated DeltaNet that have less than a block of rows.
+NOT_QUANTISED = ("visual", "vision_model", "mlp1", "in_proj_a", "in_proj_b")
 # Quantised servers start without weights: the model folder has none with scales, and the first
 # update sends all of them.
 FP8_ARGS: ServerArgs = {
     "load_format": "dummy",
-    "json_model_override_args": json.dumps(
+    OVERRIDES: json.dumps(
         {
             "quantization_config": {
                 "quant_method": "fp8",
@@ -90,7 +91,7 @@ class ServerOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Return SGLang's arguments, except address and GPUs."""
-        return {
+        arguments = {
             "model_path": str(self.model_folder),
             "device": self.device,
             "dtype": self.dtype,
@@ -101,6 +102,10 @@ class ServerOptions:
             "log_level": "warning",
             **self.server_args,
         }
+        if self._family and (replaced := self._family.served_values(self._model_values)):
+            given = json.loads(arguments.get(OVERRIDES) or "{}")
+            arguments[OVERRIDES] = json.dumps({**replaced, **given})
+        return arguments
 
     @property
     def _is_linear(self) -> bool:

@@ -79,6 +79,7 @@ def server_layout(config: Config, hf_config: Any) -> ServerLayout:
         linear_rows(hf_config.text_config),
         fp8=rollout.quantization == "fp8",
         vision_head_dim=vision_head_dim(hf_config.vision_config),
+        names=family(hf_config.model_type).server_names(),
     )
 
 

@@ -22,7 +22,7 @@ LEAST = 1e-4  # a block's largest weight counts as at least this, so that no sca
 # The linear layers of the language model but for the output head, routers, gates of shared experts
 # and `in_proj_ba` of Gated DeltaNet (see NOT_QUANTISED).
 _QUANTISED = re.compile(
-    r"model\.layers\.\d+\.(.+\.)?"
+    r"(language_model\.)?model\.layers\.\d+\.(.+\.)?"
     r"((qkv_proj|o_proj|gate_up_proj|down_proj|in_proj_qkvz|out_proj)\.weight|w13_weight|w2_weight)"
 )
 

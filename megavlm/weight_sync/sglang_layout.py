@@ -41,12 +41,15 @@ PIECE = re.compile(r"(.+)\[(\d+):(\d+)/(\d+)\]")
 # Linears that are sharded over ranks by output, and by input; the latter keep their bias whole.
 OUTPUT_CUT = re.compile(
     r"visual\..*(mlp\.fc1|linear_fc1|merger\.mlp\.0)\.(weight|bias)"
+    r"|vision_tower\..*mlp\.fc1\.(weight|bias)"
     r"|model\.layers\.\d+\.linear_attn\.(A_log|dt_bias)"
 )
+TOWER = ("visual.", "vision_tower.")
 INPUT_CUT = re.compile(
     r"model\.layers\.\d+\.((self_attn\.)?o_proj|linear_attn\.out_proj)\.weight"
     r"|model\.layers\.\d+\.mlp\.(shared_experts?\.)?down_proj\.weight"
     r"|visual\..*(attn\.proj|down_proj|mlp\.fc2|linear_fc2|merger\.mlp\.2)\.weight"
+    r"|vision_tower\..*(attention\.projection_layer|mlp\.fc2)\.weight"
 )
 
 
@@ -63,6 +66,7 @@ class ServerLayout:
     its MoE kernels store experts in another order, so that the model's own loader must take whole
     ones. fp8: True if the weights of language layers are stored in block FP8. vision_head_dim: Size
     of an attention head of the tower; if ranks do not divide the heads, SGLang adds heads of zeros.
+    names: Result of the family's `server_names`.
     """
 
     tensor_parallel: int = 1
@@ -74,6 +78,7 @@ class ServerLayout:
     whole_experts: bool = False
     fp8: bool = False
     vision_head_dim: int = 1
+    names: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         assert self.tensor_parallel % self.expert_parallel == 0, "SGLang refuses such a server"
@@ -82,6 +87,12 @@ class ServerLayout:
     def is_fp8(self, name: str) -> bool:
         """Return True for a parameter that is stored in block FP8."""
         return self.fp8 and is_quantised(name)
+
+    def renamed(self, stored: str) -> str:
+        """Return the server's name of a parameter of the family."""
+        for pattern, name in self.names:
+            stored = re.sub(pattern, name, stored)
+        return stored
 
     @property
     def ffn_multiple(self) -> int:
@@ -126,6 +137,12 @@ def parameter_name(hf_name: str, layout: ServerLayout | None = None) -> str:
     """Return the name of the server's parameter that contains an HF tensor. Without a layout the
     name may differ from the server's, but the parts of one parameter still share it.
     """
+    stored = _stored_name(hf_name, layout)
+    return stored if layout is None else layout.renamed(stored)
+
+
+def _stored_name(hf_name: str, layout: ServerLayout | None) -> str:
+    """Return the name as in `parameter_name`, of families whose layers SGLang names as HF does."""
     name = short_name(hf_name.partition("[")[0])
     if layout is not None and layout.linear_rows:
         name = name.replace(".self_attn.", ".")
@@ -169,9 +186,16 @@ def server_tensors(
     Parts of one fused parameter must come together, as in one mapping entry; pieces of a stack of
     experts need not. Tensors are views unless parts are joined or padded.
     """
+    for stored, tensor in _stored_tensors(hf_tensors, layout, rank):
+        yield layout.renamed(stored), tensor
+
+
+def _stored_tensors(
+    hf_tensors: Mapping[str, Tensor], layout: ServerLayout, rank: int
+) -> Iterator[tuple[str, Tensor]]:
     groups: dict[str, list[tuple[str, Tensor]]] = {}
     for hf_name, tensor in hf_tensors.items():
-        name = parameter_name(hf_name, layout)
+        name = _stored_name(hf_name, layout)
         groups.setdefault(name, []).append((short_name(hf_name), tensor))
     size = layout.tensor_parallel
     for stored, parts in groups.items():
@@ -197,9 +221,11 @@ def server_tensors(
         elif INPUT_CUT.fullmatch(name):
             if ".down_proj." in name:
                 tensor = _pad(tensor, _ffn_multiple(name, layout), dim=1)
-            elif name.endswith(".attn.proj.weight"):
+            elif name.endswith((".attn.proj.weight", ".attention.projection_layer.weight")):
                 tensor = _pad(tensor, layout.vision_head_dim * size, dim=1)
             yield stored, tensor.chunk(size, dim=1)[rank]
+        elif name.startswith(TOWER) and name.endswith((".q_norm.weight", ".k_norm.weight")):
+            yield stored, _pad(tensor, layout.vision_head_dim * size)  # over all heads together
         else:
             yield stored, tensor
 
@@ -213,6 +239,8 @@ def _fused(name: str, parts: list[Tensor], layout: ServerLayout, rank: int) -> T
         return _cut([*_linear_parts(parts[0], layout), *parts[1:]], rank, size)
     if ".in_proj_ba." in name:
         return _cut(parts, rank, size)
+    if name.startswith(TOWER):  # with as many key heads as query heads
+        return _cut([_pad(part, layout.vision_head_dim * size) for part in parts], rank, size)
     query, *others = parts
     heads = min(layout.num_kv_heads, size)
     place = rank * heads // size

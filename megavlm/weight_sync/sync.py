@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
 from megavlm.config.schema import Config
+from megavlm.families import family
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
 from megavlm.inference.server_pool.receivers import Receivers
 from megavlm.models.common.config import ModelOptions
@@ -101,6 +102,7 @@ class WeightSync:
             tied_embeddings=bool(hf_config.tie_word_embeddings),
             linear_rows=linear_rows(text),
             vision_head_dim=vision_head_dim(hf_config.vision_config),
+            server_names=family(hf_config.model_type).server_names(),
             pause_mode=config.rollout.pause_mode,
             flush_aborted=config.rollout.pause_mode == "abort" and config.rollout.is_stale,
             timeout=config.rollout.request_timeout,

@@ -28,6 +28,7 @@ from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import distinct_images
 from tests.support.columns import columns
+from tests.support.families import vision_tokens
 from tests.support.fork import launch
 from tests.support.levels import slow
 
@@ -51,7 +52,7 @@ class Run:
         cases = inputs_of(Path(config.model.folder)).sequences("one image")
         mesh, hf = self.train_state.mesh, self.train_state.hf_config
         mine = cases[mesh.data_rank :: mesh.data_size]
-        tokens = (hf.image_token_id, hf.video_token_id)
+        tokens = vision_tokens(hf)
         trees = [
             prompt_tree(case.prompt, case.responses, [columns(len(r)) for r in case.responses])
             for case in mine

@@ -49,6 +49,7 @@ from tests.parity.models import model_folder
 from tests.parity.reference import Sequences, distinct_images
 from tests.parity.table import LAYOUTS, Ranks
 from tests.support.columns import columns
+from tests.support.families import vision_tokens
 from tests.support.fork import launch
 from tests.support.levels import slow
 
@@ -188,7 +189,7 @@ class Model:
             (trees,) = with_advantages([trees], settings)
         if pack_tokens != EVERYTHING:  # each response with a prompt of its own
             trees = [tree.part([i]) for tree in trees for i in range(len(tree.branches()))]
-        mesh, vision = self.mesh, (self.config.image_token_id, self.config.video_token_id)
+        mesh, vision = self.mesh, vision_tokens(self.config)
         packs = [
             make_pack(part, vision_token_ids=vision, context_size=mesh.layout.context).part(
                 mesh.context_rank
@@ -299,7 +300,7 @@ def with_token_sets(folder: Path, ranks: Ranks, name: str) -> tuple[list[Tensor]
     """
     run = Model(folder, ranks)
     trees = trees_of(run.cases, SETTINGS[name])
-    vision = (run.config.image_token_id, run.config.video_token_id)
+    vision = vision_tokens(run.config)
     whole = make_pack(trees, vision_token_ids=vision, context_size=run.mesh.layout.context)
     pack = whole.part(run.mesh.context_rank)
     scores = compute_logprobs(run.chunks, [pack], run.features(), Scoring(temperature=0.7))

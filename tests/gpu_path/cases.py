@@ -39,6 +39,7 @@ CASES = [
     Case("qwen3_5_moe", "EP2", "mixed", "recompute full"),
     Case("glm4v", "TP2+SP", "branches"),
     Case("glm4v_moe", "EP2 over TP2+SP", "mixed", "recompute full"),
+    Case("internvl", "TP2+SP"),
 ]
 # Of `model.fusions`: the function that is called where it is on.
 FUSED = {

@@ -37,6 +37,7 @@ from tests.parity.reference import (
 from tests.parity.table import OPTIONS, Case, Ranks
 from tests.support.cache import cached_value
 from tests.support.columns import columns
+from tests.support.families import vision_tokens
 from tests.support.fork import launch
 from tests.support.trees import empty_pack
 
@@ -160,7 +161,7 @@ def packs_of(groups: Sequence[Sequence[Sequences]], config: Any, ranks: Ranks) -
             weights = [token_weights(len(r), i) for i, r in enumerate(case.responses)]
             weighted = [columns(len(x), loss_weights=x) for x in weights]
             trees.append(prompt_tree(case.prompt, case.responses, weighted))
-        vision = (config.image_token_id, config.video_token_id)
+        vision = vision_tokens(config)
         packs.append(make_pack(trees, vision_token_ids=vision, **shape))
     count = ranks.mesh.pipeline if ranks.mesh.virtual > 1 else 1
     missing = -len(packs) % count

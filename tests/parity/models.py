@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from megavlm.demo.tiny_model import make_tiny_model
 from tests.parity.inputs import QUESTION, inputs_of
 from tests.support.cache import cached_folder
+from tests.support.families import model_type
 from tests.support.fork import launch
 
 # Four layers for four stages, four key-value heads for four tensor ranks; three DeepStack levels,
@@ -24,6 +25,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"init_std": 0.03, "num_experts": 8},
     "glm4v": {},
     "glm4v_moe": {"num_experts": 8},
+    "internvl": {"position_table_side": 4},
+    "internvl_moe": {
+        "position_table_side": 4,
+        "num_experts": 8,
+        "head_dim": 24,
+        "dense_layers": [1],
+    },
 }
 
 
@@ -49,7 +57,7 @@ def make_model(folder: Path, family: str, tied: bool) -> None:
         folder,
         [QUESTION] * 10,
         seed=3,
-        family=family,
+        family=model_type(family),
         num_layers=4,
         num_heads=8,
         num_kv_heads=4,

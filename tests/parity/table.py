@@ -17,6 +17,8 @@ FAMILIES = (
     "qwen3_5_moe",
     "glm4v",
     "glm4v_moe",
+    "internvl",
+    "internvl_moe",  # of model_type internvl, too
 )
 
 

@@ -21,6 +21,7 @@ from tests.parity.reference import Sequences, distinct_images
 from tests.parity.runs import Run
 from tests.parity.table import LAYOUTS
 from tests.support.columns import columns
+from tests.support.families import vision_tokens
 from tests.support.fork import launch
 from tests.support.levels import slow
 
@@ -43,7 +44,7 @@ def compare(folder: Path) -> tuple[dict[str, float], bool, bool]:
     num_targets = sum(len(response) for case in cases for response in case.responses)
 
     def pack(trees: Sequence[Tree]) -> Pack:
-        return make_pack(trees, vision_token_ids=(config.image_token_id, config.video_token_id))
+        return make_pack(trees, vision_token_ids=vision_tokens(config))
 
     def measured(packs: Sequence[Pack]) -> tuple[torch.Tensor, torch.Tensor]:
         for chunk in run.wrapped:

@@ -24,6 +24,7 @@ from tests.parity.table import LAYOUTS, Ranks
 from tests.support.cache import cached_value
 from tests.support.calls import branching_group
 from tests.support.columns import columns
+from tests.support.families import vision_tokens
 from tests.support.fork import launch
 from tests.support.levels import slow
 from tests.support.random_images import image
@@ -132,7 +133,7 @@ def packs(groups: Sequence[Sequence[Tree]], config: Any, ranks: Ranks) -> list[P
     return [
         make_pack(
             trees,
-            vision_token_ids=(config.image_token_id, config.video_token_id),
+            vision_token_ids=vision_tokens(config),
             multiple=ranks.mesh.tensor if ranks.sequence else 1,
             context_size=ranks.mesh.context,
         )

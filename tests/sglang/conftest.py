@@ -23,6 +23,7 @@ from tests.conftest import DATA
 from tests.fakes.fixed_servers import FixedServers
 from tests.sglang.questions import QUESTION
 from tests.support.cache import cached_folder
+from tests.support.families import model_type
 from tests.support.forked_servers import forked
 
 PLAIN = "qwen2_5_vl"
@@ -121,7 +122,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 def model_folder(family: str) -> Path:
     sizes = {
         "seed": 3,
-        "family": family,
+        "family": model_type(family),
+        **({"num_experts": 4} if family == "internvl_moe" else {}),
         "num_layers": 4 if family.startswith("qwen3_5") else 2,
         "init_std": 0.05,
         "randomise_norms_and_biases": True,

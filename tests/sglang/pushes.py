@@ -16,6 +16,7 @@ from megavlm.config.lora import LoRA
 from megavlm.data.packs.packing import Pack, make_pack
 from megavlm.data.packs.trees import prompt_tree
 from megavlm.data.processor import Prompt
+from megavlm.families import family
 from megavlm.inference.protocol import Response, SamplingParams, adapter_name
 from megavlm.inference.server_pool.receivers import Receiver, Receivers
 from megavlm.models.common.config import ModelOptions
@@ -40,7 +41,7 @@ from megavlm.weight_sync.update import SyncReport, SyncSettings
 from tests.fakes.receivers import FixedReceivers
 from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
-from tests.support.families import entries_of
+from tests.support.families import entries_of, is_tower, vision_tokens
 from tests.support.generation import generate
 from tests.support.lora_reference import ALPHA, RANK
 from tests.support.merged import add_pairs
@@ -135,6 +136,7 @@ def make_sync(
             tied_embeddings=config.tie_word_embeddings,
             linear_rows=linear_rows(config.text_config),
             vision_head_dim=vision_head_dim(config.vision_config),
+            server_names=family(config.model_type).server_names(),
             pause_mode=pause,
             timeout=TIMEOUT,
             bucket_bytes=2**19,
@@ -156,7 +158,7 @@ def packs_of(
     return [
         make_pack(
             [prompt_tree(prompt, [response.token_ids.tolist() for response in responses])],
-            vision_token_ids=(config.image_token_id, config.video_token_id),
+            vision_token_ids=vision_tokens(config),
             multiple=2 if trainer.ranks.sequence else 1,
             context_size=context_size,
         )
@@ -236,7 +238,7 @@ def changed(folder: Path, to: Path, *, tower: bool, seed: int) -> Path:
     entries = entries_of(AutoConfig.from_pretrained(folder))
     frozen = {name for entry in entries if entry.frozen for name in entry.hf}
     for name in sorted(tensors.keys() - frozen):
-        if tower or "visual" not in name:
+        if tower or not is_tower(name):
             tensors[name] += 0.02 * torch.randn(tensors[name].shape, generator=generator)
     return with_tensors(folder, to, tensors)
 

@@ -29,6 +29,7 @@ from megavlm.rollout.trajectory import Group
 from tests.parity.runs import Run
 from tests.parity.table import LAYOUTS
 from tests.sglang.conftest import Served
+from tests.support.families import vision_tokens
 from tests.support.fork import launch
 from tests.support.random_images import image
 from tests.support.timeouts import scaled
@@ -98,7 +99,7 @@ def largest_differences(
     """
     config = AutoConfig.from_pretrained(folder)
     run = Run.start(folder, config, LAYOUTS["one rank"], ModelOptions(), images)
-    pack = make_pack([tree], vision_token_ids=(config.image_token_id, config.video_token_id))
+    pack = make_pack([tree], vision_token_ids=vision_tokens(config))
     (logits,) = run.logits([pack])
     columns, found = pack.columns, []
     assert columns is not None and columns.teacher_logprobs is not None

@@ -26,6 +26,7 @@ from tests.sglang.conftest import Served
 from tests.sglang.questions import next_turns, prompts
 from tests.support.calls import episode
 from tests.support.columns import columns
+from tests.support.families import vision_tokens
 from tests.support.fork import launch
 from tests.support.generation import generate, generate_some
 from tests.support.timeouts import scaled
@@ -47,9 +48,7 @@ def compare(folder: Path, groups: Sequence[Group], how: SamplingParams) -> list[
         for group in groups:
             responses = [response for each in group.episodes for response in each.responses]
             tree = group_tree(group, [columns(len(r.token_ids)) for r in responses])
-            pack = make_pack(
-                [tree], vision_token_ids=(config.image_token_id, config.video_token_id)
-            )
+            pack = make_pack([tree], vision_token_ids=vision_tokens(config))
             pack = pack if has_sets else replace(pack, kept=None)
             (scores,) = compute_logprobs(run.wrapped, [pack], run.features(), scoring)
             theirs = torch.from_numpy(np.concatenate([r.logprobs for r in responses]))

@@ -42,6 +42,8 @@ def make_sampling_params(
             ("qwen3_5_moe", 0.7),
             ("glm4v", 0.7),
             ("glm4v_moe", 0.7),
+            ("internvl", 0.7),
+            ("internvl_moe", 0.7),
         ),
     ],
 )

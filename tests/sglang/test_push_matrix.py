@@ -38,6 +38,7 @@ TARGETS = {
     "qwen3_vl_moe": ("language.attention", "language.experts"),
     "qwen3_5_moe": (*DENSE, "language.experts"),
     "glm4v_moe": ("language.attention", "language.experts"),
+    "internvl_moe": ("language.attention", "language.experts"),
 }
 ADAPTED = ("lora", "adapter")
 WITH_ADAPTERS = {
@@ -91,6 +92,12 @@ SUBSET = [
     Case("glm4v_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
     Case("glm4v_moe", 2, "EP2", "tensor", "lora"),
     Case("glm4v_moe", 2, "EP2", "tensor", "adapter"),
+    Case("internvl", 2, "TP2xPP2", "tensor", "tower"),
+    Case("internvl", 2, "TP2", "disk", "frozen tower"),
+    Case("internvl", 2, "TP2xPP2", "tensor", "adapter"),
+    Case("internvl_moe", 2, "EP2xPP2", "distributed", "tower"),
+    Case("internvl_moe", 2, "EP2", "disk", "refit"),
+    Case("internvl_moe", 2, "EP2", "tensor", "adapter"),
     Case("qwen3_5" + DRAFTS, 2, "TP2", "distributed", "tower"),
     Case("qwen3_5" + DRAFTS, 2, "TP2xPP2", "tensor", "adapter"),
 ]
@@ -107,6 +114,8 @@ def everything() -> Iterator[Case]:
         "qwen3_5_moe": moe,
         "glm4v": dense,
         "glm4v_moe": moe,
+        "internvl": dense,
+        "internvl_moe": moe,
     }
     modes = ("tower", "frozen tower", "refit", "lora", "adapter")
     for family, ranks in itertools.product(layouts, (1, 2)):

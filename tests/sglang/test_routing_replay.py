@@ -39,6 +39,7 @@ from tests.sglang.questions import prompts
 from tests.support.calls import episode
 from tests.support.columns import columns
 from tests.support.draft_head import add_draft_head
+from tests.support.families import vision_tokens
 from tests.support.fork import launch
 from tests.support.forked_servers import forked
 from tests.support.generation import generate
@@ -234,7 +235,7 @@ def compare(
     images = {image.key: image for group in groups for p in group.prompts for image in p.images}
     config = AutoConfig.from_pretrained(folder)
     run = Run.start(folder, config, Ranks(), ModelOptions(), images)
-    pack = make_pack(trees, vision_token_ids=(config.image_token_id, config.video_token_id))
+    pack = make_pack(trees, vision_token_ids=vision_tokens(config))
     assert pack.columns is not None and pack.routed_experts is not None
     num_ends = sum(len(group.episodes) for group in groups)
     assert int((~pack.routed_experts.is_known).sum()) == num_ends, (

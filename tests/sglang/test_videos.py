@@ -34,6 +34,7 @@ FAMILIES = [
     pytest.param("qwen3_vl", marks=pytest.mark.slow),
     pytest.param("glm4v", marks=pytest.mark.slow),
     pytest.param("glm4v_moe", marks=pytest.mark.slow),
+    pytest.param("internvl", marks=pytest.mark.slow),
 ]
 
 

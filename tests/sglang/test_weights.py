@@ -78,6 +78,8 @@ def after_push(served: Served, kind: str, version: int, folder: Path) -> dict[st
         pytest.param("qwen3_5", "tensor", "TP2", marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", "distributed", "EP2", marks=pytest.mark.slow),
         pytest.param("glm4v_moe", "distributed", "EP2", marks=pytest.mark.slow),
+        pytest.param("internvl", "tensor", "TP2", marks=pytest.mark.slow),
+        pytest.param("internvl_moe", "distributed", "EP2", marks=pytest.mark.slow),
     ],
 )
 def test_push(
@@ -160,7 +162,7 @@ def served_names(served: Served) -> set[str]:
     names = answer["ranks"][0]["checksums"]
     # SGLang's second names of a convolution's and decays' weights, and norms' weights plus one.
     twice = ("linear_attn.attn.", "gemma_weight")
-    left_out = ("visual", "rotary", *twice)
+    left_out = ("visual", "vision_model", "mlp1", "rotary", *twice)
     return {name for name in names if not any(part in name for part in left_out)}
 
 

@@ -9,6 +9,24 @@ from megavlm.models.common.mapping import Entry
 from megavlm.models.common.tiny import TinySizes, tiny_config, tiny_family
 
 FAMILIES = tuple(families.FAMILIES)
+# Kinds of models that share a model_type with another, by their names in tests.
+MODEL_TYPES = {"internvl_moe": "internvl"}
+
+
+def model_type(family: str) -> str:
+    """The model_type of a kind of models."""
+    return MODEL_TYPES.get(family, family)
+
+
+def is_tower(hf: str) -> bool:
+    """Whether an HF tensor belongs to the tower or its mergers."""
+    return any(part in hf for part in ("visual.", "vision_tower.", "multi_modal_projector."))
+
+
+def vision_tokens(config: Any) -> tuple[int, ...]:
+    """Tokens that features replace."""
+    names = ("image_token_id", "video_token_id")
+    return tuple(getattr(config, name) for name in names if hasattr(config, name))
 
 
 def part(model_type: str, name: str) -> ModuleType:

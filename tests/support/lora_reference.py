@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megavlm.families import family
 from megavlm.models.common.lora_linear import stable_seed
+from megavlm.models.common.mapping import short_name
 from tests.parity.inputs import inputs_of
 from tests.parity.reference import Reference
 
@@ -27,7 +28,7 @@ COMPONENTS = {
     "language.experts": r"language_model\..*\.mlp\.experts\.experts\.linear_fc[12]",
     "vision.attention": r"visual\.blocks\.\d+\.attn\..*",
     "vision.mlp": r"visual\.blocks\.\d+\.mlp\..*",
-    "vision.merger": r"visual\.(merger|deepstack_merger_list\.\d+)\.(mlp\.\d|linear_fc\d|\w*proj)",
+    "vision.merger": r"visual\.(merger|deepstack_merger_list\.\d+)\.(mlp\.\d|linear_\w*\d|\w*proj)",
 }
 Name = tuple[str, str]  # of an adapted linear and of a projection in it
 
@@ -59,15 +60,15 @@ def projections(config: Any, targets: Sequence[str]) -> dict[Name, Projection]:
             continue
         if entry.expert is None:
             for hf in entry.hf:
-                found[path, hf.split(".")[-2]] = Projection(short(hf))
+                found[path, hf.split(".")[-2]] = Projection(short_name(hf))
             continue
         path = path.replace("experts.experts", f"experts.{entry.expert}")
         (hf,) = entry.hf
         if "gate_up" in hf:
-            found[path, "gate_proj"] = Projection(short(hf), entry.expert, half=0)
-            found[path, "up_proj"] = Projection(short(hf), entry.expert, half=1)
+            found[path, "gate_proj"] = Projection(short_name(hf), entry.expert, half=0)
+            found[path, "up_proj"] = Projection(short_name(hf), entry.expert, half=1)
         else:
-            found[path, "down_proj"] = Projection(short(hf), entry.expert)
+            found[path, "down_proj"] = Projection(short_name(hf), entry.expert)
     return found
 
 
@@ -81,7 +82,7 @@ def pair(name: Name, rows: int, columns: int) -> tuple[Tensor, Tensor]:
 def expect(folder: Path, targets: Sequence[str]) -> dict[str, Any]:
     """Logits by sequence and response, and gradients (dA, dB) by adapted linear and projection."""
     reference = Reference(folder)
-    parameters = {short(name): p for name, p in reference.model.named_parameters()}
+    parameters = {short_name(name): p for name, p in reference.model.named_parameters()}
     adapted = projections(reference.config, targets)
     with torch.no_grad():
         for weight, a, b, _ in _pairs(adapted, parameters):
@@ -98,12 +99,6 @@ def expect(folder: Path, targets: Sequence[str]) -> dict[str, Any]:
         "logits": [[score.logits for score in row] for row in scores],
         "gradients": gradients,
     }
-
-
-def short(name: str) -> str:
-    """An HF name without what tells a hub file's from transformers' own."""
-    name = name.replace("model.language_model.", "model.", 1)
-    return name.replace("model.visual.", "visual.", 1)
 
 
 def _pairs(

@@ -33,6 +33,7 @@ from tests.parity.inputs import QUESTION, inputs_of
 from tests.parity.reference import distinct_images
 from tests.parity.table import Ranks
 from tests.support.cache import cached_folder
+from tests.support.families import model_type
 from tests.support.fork import launch
 from tests.support.lora_reference import Name, pair
 
@@ -47,12 +48,15 @@ def lora_folder(model: str) -> Path:
     # Of Gated DeltaNet's layers two: of more, rounding in fp32 alone exceeds the bounds.
     sizes: dict[str, Any] = {"num_layers": 2 if model in ("qwen3_vl_moe", "qwen3_5") else 4}
 
+    if model == "internvl_moe":
+        sizes["num_experts"] = 4
+
     def make(folder: Path) -> None:
         make_tiny_model(
             folder,
             [QUESTION] * 10,
             seed=3,
-            family=model,
+            family=model_type(model),
             # well conditioned: see parity.models
             init_std=0.02 if model.startswith("qwen3_5") else 0.05,
             randomise_norms_and_biases=True,

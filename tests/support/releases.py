@@ -258,6 +258,100 @@ def _glm_moe() -> Json:
     }
 
 
+def _internvl(text: Json, *, large_tower: bool = False) -> Json:
+    """InternVL3 and InternVL3.5 in transformers' form, as the authors' own converter writes it."""
+    tower = {
+        "attention_bias": not large_tower,
+        "hidden_size": 3200 if large_tower else 1024,
+        "intermediate_size": 12800 if large_tower else 4096,
+        "norm_type": "rms_norm" if large_tower else "layer_norm",
+        "num_attention_heads": 25 if large_tower else 16,
+        "num_hidden_layers": 45 if large_tower else 24,
+        "use_qk_norm": large_tower,
+    }
+    vision = {
+        **tower,
+        "attention_dropout": 0.0,
+        "dropout": 0.0,
+        "hidden_act": "gelu",
+        "image_size": [448, 448],
+        "initializer_factor": 0.1,
+        "layer_norm_eps": 1e-6,
+        "layer_scale_init_value": 0.1,
+        "model_type": "internvl_vision",
+        "num_channels": 3,
+        "patch_size": [14, 14],
+        "use_absolute_position_embeddings": True,
+        "use_mask_token": False,
+        "use_mean_pooling": True,
+    }
+    return {
+        "downsample_ratio": 0.5,
+        "image_seq_length": 256,
+        "image_token_id": 151671 if text["model_type"] != "qwen2" else 151667,
+        "model_type": "internvl",
+        "projector_hidden_act": "gelu",
+        "text_config": text,
+        "tie_word_embeddings": False,
+        "vision_config": vision,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+    }
+
+
+def _internvl3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more: Any) -> Json:
+    text = {
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": ffn,
+        "max_position_embeddings": 32768,
+        "model_type": "qwen2",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"},
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151674,
+    }
+    return _internvl(text, **more)
+
+
+def _internvl3_5(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    *,
+    moe: Json | None = None,
+    **more: Any,
+) -> Json:
+    text = {
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": ffn,
+        "max_position_embeddings": 40960,
+        "model_type": "qwen3_moe" if moe else "qwen3",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+        **(moe or {}),
+    }
+    return _internvl(text, **more)
+
+
 def _moe(ffn: int) -> Json:
     return {
         "decoder_sparse_step": 1,
@@ -289,6 +383,13 @@ RELEASES = {
     "Qwen3.5-35B-A3B": _qwen3_5(40, 2048, 16, 2, 512, 32, moe=_shared_moe(512, 256, 8)),
     "GLM-4.1V-9B-Thinking": _glm4v(40, 32, 2, 13696),
     "GLM-4.6V": _glm4v(46, 96, 8, 10944, moe=_glm_moe()),
+    "InternVL3-8B-hf": _internvl3(28, 3584, 28, 4, 18944),
+    "InternVL3-78B-hf": _internvl3(80, 8192, 64, 8, 29568, large_tower=True),
+    "InternVL3_5-8B-HF": _internvl3_5(36, 4096, 32, 8, 12288),
+    "InternVL3_5-30B-A3B-HF": _internvl3_5(48, 2048, 32, 4, 6144, moe=_moe(768)),
+    "InternVL3_5-241B-A28B-HF": _internvl3_5(
+        94, 4096, 64, 4, 12288, moe=_moe(1536), large_tower=True
+    ),
 }
 
 

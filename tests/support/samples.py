@@ -2,13 +2,17 @@
 
 import io
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
+from megavlm.data.media.image_processing import ProcessedImage
 from megavlm.data.processor import Processor
 from megavlm.families import family_of
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
@@ -51,3 +55,8 @@ def chat_text(folder: Path, question: str) -> str:
 @cache
 def our_processor(folder: Path) -> Processor:
     return Processor(folder, DATA, family_of(folder))
+
+
+def pixel_values(images: Sequence[ProcessedImage]) -> Tensor:
+    """Images as transformers' processor returns them: patches, or whole tiles."""
+    return torch.cat([x.frames() if x.format.sends_frames else x.patches() for x in images])

@@ -35,6 +35,8 @@ class PatchFormat:
     patch: Side of a patch in pixels.
     temporal: Number of frames in a patch.
     merge: Side in patches of the square that becomes one token; its patches are consecutive.
+    sends_frames: Servers are sent an image's frames, as they are a video's, and take them
+        normalised but not cut. Otherwise they are sent its picture, and cut patches themselves.
     """
 
     mean: tuple[float, ...]
@@ -42,6 +44,7 @@ class PatchFormat:
     patch: int
     temporal: int
     merge: int
+    sends_frames: bool = False
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "PatchFormat":
@@ -49,7 +52,9 @@ class PatchFormat:
         return cls(**{**values, "mean": tuple(values["mean"]), "std": tuple(values["std"])})
 
     @classmethod
-    def of(cls, processor: Any, *, patch: int, temporal: int, merge: int) -> "PatchFormat":
+    def of(
+        cls, processor: Any, *, patch: int, temporal: int, merge: int, sends_frames: bool = False
+    ) -> "PatchFormat":
         """Return the format with the mean and the deviation of a processor of transformers.
 
         Raises ValueError for a processor that does not normalise.
@@ -61,11 +66,18 @@ class PatchFormat:
             tuple((torch.tensor(x) * (1.0 / processor.rescale_factor)).tolist())
             for x in (processor.image_mean, processor.image_std)
         )
-        return cls(mean, std, patch, temporal, merge)
+        return cls(mean, std, patch, temporal, merge, sends_frames)
 
     def grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Return the grid (t, h, w) in patches of `frames` frames of height x width pixels."""
         return -(-frames // self.temporal), height // self.patch, width // self.patch
+
+    def normalised(self, pixels: Tensor) -> Tensor:
+        """Return frames [F, H, W, 3] uint8 as [F, 3, H, W] float32, on the frames' device."""
+        mean, std = (
+            torch.tensor(x, device=pixels.device)[:, None, None] for x in (self.mean, self.std)
+        )
+        return pixels.permute(0, 3, 1, 2).to(torch.float32).sub_(mean).div_(std)
 
     def cut(self, pixels: Tensor) -> Tensor:
         """Return the patches [P, patch_dim] float32 of frames [F, H, W, 3] uint8, on the frames'
@@ -123,6 +135,10 @@ class ProcessedImage:
         pixel_values. Pixels are moved to the device as uint8, with an eighth of the input's bytes.
         """
         return self.format.cut(self.content.to(device, non_blocking=True))
+
+    def frames(self) -> Tensor:
+        """Return the normalised frames [F, 3, H, W] float32."""
+        return self.format.normalised(self.content)
 
     def png(self) -> bytes:
         """Return the picture as a PNG file."""

@@ -1,8 +1,11 @@
-"""Weights of experts under their own names in a server with adapters on them.
+"""Weights of experts under their own names in a server with adapters on them, and towers without.
 
 SGLang 0.5.23 moves a layer's experts into `experts.base_layer` when it adds adapters, but keeps
 looking for `experts.w13_weight` when it loads weights, and ends with a KeyError. The first update
 of a run sends every weight.
+
+Of some models it would also put adapters on linear layers of the tower that have the names of the
+language model's, under the numbers of the language model's layers.
 
 SGLang loads this module as a plugin (megavlm_plugins.dist-info).
 """
@@ -11,7 +14,10 @@ from typing import Any
 
 
 def install() -> None:
-    """Make SGLang's layer with adapters name the weights of its experts, as its others do."""
+    """Make SGLang's layer with adapters name the weights of its experts, as its others do, and find
+    no layers in towers.
+    """
+    from sglang.srt.lora import lora_manager
     from sglang.srt.lora.layers import FusedMoEWithLoRA
 
     make = FusedMoEWithLoRA.__init__
@@ -22,3 +28,9 @@ def install() -> None:
             self.register_parameter(name, parameter)
 
     FusedMoEWithLoRA.__init__ = make_named
+    find = lora_manager.get_layer_id
+
+    def find_in_language_model(name: str) -> int | None:
+        return None if name.startswith("vision_model.") else find(name)
+
+    lora_manager.get_layer_id = find_in_language_model

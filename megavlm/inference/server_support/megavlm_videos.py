@@ -1,19 +1,21 @@
-"""Prompts with videos, in the first process of a server: the trainer's tokens, positions and
-frames.
+"""Prompts whose frames are sent, in the first process of a server: the trainer's tokens, positions
+and frames.
 
 From a video file SGLang would sample other frames than the trainer, tokenize the prompt again and
-compute positions of its own. So a request has the tokens of the prompt as the model gets them, and
-its only video is a text that begins with `megavlm:` and goes on with the path of an in-memory file,
-or base64. This content describes all images and videos: 8 bytes with the length of a header, the
-header in JSON, the positions [3, num_tokens] int32, and the frames [F, H, W, 3] uint8 of each image
-and video. The header has the `media` (is_video, shape [F, H, W] and hash), the `format` of patches,
-the prompt's `num_tokens`, and its `next_position`: tokens after it are a response that goes on.
+compute positions of its own; from a picture it would cut tiles in another way. So a request has the
+tokens of the prompt as the model gets them, and its only video is a text that begins with
+`megavlm:` and goes on with the path of an in-memory file, or base64. This content describes all
+images and videos: 8 bytes with the length of a header, the header in JSON, the positions
+[3, num_tokens] int32, and the frames [F, H, W, 3] uint8 of each image and video. The header has the
+`media` (is_video, shape [F, H, W] and hash), the `format` of patches, the prompt's `num_tokens` and
+its `next_position`: tokens after it are a response that goes on.
 """
 
 import asyncio
 import base64
 import json
 from contextvars import ContextVar
+from functools import partial
 from itertools import islice, pairwise
 from math import prod
 from typing import Any
@@ -33,8 +35,33 @@ def install() -> None:
     load, start = BaseMultimodalProcessor.load_mm_data, BaseMultimodalProcessor.__init__
     given_positions: ContextVar[Any] = ContextVar("given_positions")
 
+    async def combine(
+        self: Any, image_data: Any, video_data: Any, input_text: Any, **_: Any
+    ) -> Any:
+        from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
+
+        media = await self.load_mm_data(
+            prompt=input_text,
+            image_data=image_data,
+            video_data=video_data,
+            multimodal_tokens=self.mm_tokens,
+        )
+        items, _, _ = await self.process_and_combine_mm_data_async(media, self.mm_tokens)
+        return MultimodalProcessorOutput(
+            input_ids=input_text,
+            mm_items=items,
+            im_start_id=self.img_start_token_id,
+            im_end_id=self.img_end_token_id,
+            im_token_id=self.img_context_token_id,
+            video_token_id=self.video_token_id,
+        )
+
     def start_with_positions(self: Any, *arguments: Any, **options: Any) -> None:
         start(self, *arguments, **options)
+        if hasattr(self, "_process_special_format"):
+            # For prompts of tokens SGLang's processors of tiles load nothing, and give each medium
+            # the places of all.
+            self._process_special_format = partial(combine, self)
         process = self.process_mm_data_async
 
         async def process_with_positions(*arguments: Any, **options: Any) -> Any:
@@ -69,7 +96,7 @@ def _read(text: str) -> bytearray:
         return bytearray(file.read())
 
 
-def processed(prompt: list[int], text: str, token_ids: tuple[int, int]) -> Any:
+def processed(prompt: list[int], text: str, token_ids: tuple[int, int | None]) -> Any:
     """Return the media as SGLang's processors return them, one item for each run of tokens: an
     image, a video, or a frame of a video. text: Names or holds the content. token_ids: The tokens
     that images and videos replace.
@@ -97,22 +124,30 @@ def processed(prompt: list[int], text: str, token_ids: tuple[int, int]) -> Any:
     format_ = PatchFormat.from_values(header["format"])
     ids = torch.tensor(prompt[:length])
     # Images and videos may share a token; then they take its places in their order.
-    places = {token: iter((ids == token).nonzero().flatten().tolist()) for token in token_ids}
+    image, video = token_ids
+    if video is None or video not in prompt[:length]:
+        video = image
+    places = {token: iter((ids == token).nonzero().flatten().tolist()) for token in (image, video)}
     images: list[dict[str, Any]] = []
     videos: list[dict[str, Any]] = []
     for medium, pixels in zip(header["media"], frames, strict=True):
-        patches = format_.cut(pixels.view(*medium["shape"], 3))
-        _, height, width = format_.grid(*medium["shape"])
-        is_video, number = medium["is_video"], len(patches) // format_.merge**2
-        own = list(islice(places[token_ids[is_video]], number))
+        grid = format_.grid(*medium["shape"])
+        shown = pixels.view(*medium["shape"], 3)
+        features = format_.normalised(shown) if format_.sends_frames else format_.cut(shown)
+        is_video, number = medium["is_video"], prod(grid) // format_.merge**2
+        own = list(islice(places[video if is_video else image], number))
         if len(own) < number:
             raise ValueError(f"the prompt has {len(own)} of the {number} tokens of a medium")
+        per_token = len(features) / number
         for index, (first, last) in enumerate(_runs(own)):
-            part, patches = patches.tensor_split([(last - first + 1) * format_.merge**2])
+            part, features = features.tensor_split([round((last - first + 1) * per_token)])
+            item = {**shared, "offsets": [(first, last)], "hash": medium["hash"] ^ index}
+            if format_.sends_frames:  # SGLang's models of such tiles know images only
+                images.append({**item, "pixel_values": part})
+                continue
             # Each frame is a grid of its own, because SGLang's tower of Qwen2.5-VL would let the
             # patches of a grid attend to those of other frames, which the model never learnt.
-            grids = torch.tensor([[1, height, width]]).repeat(len(part) // (height * width), 1)
-            item = {**shared, "offsets": [(first, last)], "hash": medium["hash"] ^ index}
+            grids = torch.tensor([[1, *grid[1:]]]).repeat(len(part) // prod(grid[1:]), 1)
             if is_video:
                 videos.append({**item, "pixel_values_videos": part, "video_grid_thw": grids})
             else:

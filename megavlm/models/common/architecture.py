@@ -29,10 +29,13 @@ class FolderNames:
 
     sizes: Names of values in vision_config, and their names in an image or video processor.
     tokens: Names of token ids in config.json, and these tokens in tokenizer.json.
+    only_in_templates: Tokens that chat templates write and prompts do not keep, so that they need
+        no row of the embedding.
     """
 
     sizes: Mapping[str, str]
     tokens: Mapping[str, str]
+    only_in_templates: tuple[str, ...] = ()
 
 
 def dense_sizes(text: Mapping[str, Any], *, head_dim: int | None) -> dict[str, Any]:

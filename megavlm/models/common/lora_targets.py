@@ -224,5 +224,7 @@ def _tower_targets(tower: Tower, group: dist.ProcessGroup) -> Iterator[LoRATarge
     for name in _tower_linears(tower):
         path, _, leaf = name.rpartition(".")
         owner: Any = tower.get_submodule(path)
-        part = (leaf, getattr(owner, leaf).out_features)
-        yield LoRATarget(f"{VISION}{name}", owner, leaf, (part,), Placement(None, group))
+        found = tower.projections(name)
+        rows = getattr(owner, leaf).out_features // len(found)
+        parts = tuple((part, rows) for part in found)
+        yield LoRATarget(f"{VISION}{name}", owner, leaf, parts, Placement(None, group))

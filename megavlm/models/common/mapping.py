@@ -104,11 +104,23 @@ def keeps_order(entry: Entry) -> bool:
     return all(bool((fused[owner == part].diff() > 0).all()) for part in range(len(rows)))
 
 
+# Prefixes of HF tensors in Qwen3-VL's hub files, in transformers 5's models in memory and in files
+# of models that have a whole language model inside, and the shorter ones of Qwen2.5-VL's hub files.
+_SHORT_PREFIXES = (
+    ("model.visual.", "visual."),
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.vision_tower.", "vision_tower."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+)
+
+
 def short_name(hf: str) -> str:
-    """Return an HF tensor's name as in Qwen2.5-VL's hub files and in SGLang. Qwen3-VL's hub files,
-    and models of transformers 5 in memory, have longer prefixes.
+    """Return an HF tensor's name with a short prefix. It is the same for all forms of hub files and
+    for models in memory.
     """
-    for long, short in (("model.visual.", "visual."), ("model.language_model.", "model.")):
+    for long, short in _SHORT_PREFIXES:
         if hf.startswith(long):
             return short + hf.removeprefix(long)
     return hf
@@ -171,6 +183,15 @@ def flattened(megatron: str, hf: str, shape: Shape) -> Entry:
     [out, prod(...)].
     """
     return Entry(megatron, (hf,), (shape,), _flatten, partial(_unflatten, shape), REPLICATED)
+
+
+def joined(megatron: str, names: Sequence[str], shape: Shape) -> Entry:
+    """Map a tensor whose rows are all rows of the first HF tensor, then of the next, each of
+    `shape`.
+    """
+    count = len(names)
+    split = partial(torch.chunk, chunks=count)
+    return Entry(megatron, tuple(names), (shape,) * count, _concat, split, REPLICATED)
 
 
 def gated(megatron: str, gate: str, up: str, shape: Shape) -> Entry:

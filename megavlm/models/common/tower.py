@@ -33,6 +33,12 @@ class Tower(nn.Module):
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         raise AssertionError("a family defines its tower")
 
+    def projections(self, linear: str) -> tuple[str, ...]:
+        """Return the names of the HF projections in a linear layer, in order. Each has the same
+        number of its rows. linear: The layer's name in the tower.
+        """
+        return (linear.rpartition(".")[2],)
+
     def mergers(self) -> list[nn.Module]:
         """Return the modules that model.freeze_merger controls, including DeepStack mergers."""
         found: list[nn.Module] = []

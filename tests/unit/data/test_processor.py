@@ -22,7 +22,7 @@ from megavlm.families import FAMILIES, family_of
 from megavlm.models.common.inputs import ResizedImages
 from megavlm.models.common.qwen_tiny import TOKENS
 from tests.conftest import DATA, read_rows
-from tests.support.samples import auto_processor, image, our_processor
+from tests.support.samples import auto_processor, image, our_processor, pixel_values
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 SIZES = [(56, 56), (28, 28), (1, 1), (17, 90), (333, 200), (640, 480), (2000, 60)]
@@ -106,11 +106,10 @@ def test_prompt_equals_autoprocessor(
     )
     assert torch.equal(prompt.token_ids, theirs["input_ids"][0])
     if data:
-        patches = torch.cat([source.patches() for source in prompt.images])
-        assert torch.equal(patches, theirs["pixel_values"])
+        assert torch.equal(pixel_values(prompt.images), theirs["pixel_values"])
     text = hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert list(prompt.request_ids) == hf.tokenizer(text)["input_ids"]
-    assert prompt.request_ids.count(processor.image_token_id) == num_images
+    assert list(prompt.short_ids) == hf.tokenizer(text)["input_ids"]
+    assert prompt.short_ids.count(processor.image_token_id) == num_images
     assert prompt.positions.shape == (3, len(prompt.token_ids))
     # A row knows its length before its images are decoded.
     assert processor.num_tokens(row(problem, *data)) == len(prompt.token_ids)

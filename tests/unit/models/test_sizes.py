@@ -63,6 +63,13 @@ CLUSTERS = {
     "Qwen3.5-35B-A3B": Cluster(Layout(tensor=2, expert=8), 16),
     "GLM-4.1V-9B-Thinking": Cluster(Layout(tensor=4), 8),  # two key-value heads for four ranks
     "GLM-4.6V": Cluster(Layout(tensor=4, pipeline=2, expert=8), 16),
+    "InternVL3-8B-hf": Cluster(Layout(tensor=2), 8),  # its vocabulary is no multiple of four
+    "InternVL3-78B-hf": Cluster(Layout(tensor=2, pipeline=8), 32),
+    "InternVL3_5-8B-HF": Cluster(Layout(tensor=4), 8),
+    "InternVL3_5-30B-A3B-HF": Cluster(Layout(expert=8), 8),
+    "InternVL3_5-241B-A28B-HF": Cluster(
+        Layout(tensor=4, pipeline=8, context=2, expert=8), 512, UNEVEN
+    ),
 }
 
 

@@ -46,7 +46,7 @@ from tests.unit.planner.estimates import cluster
 AWARE = "use_precision_aware_optimizer=true"
 ON_GPUS = [name for name in WHOLE if not name.startswith("debug/")]
 # In the quick suite; models with many layers or experts take seconds to build.
-SMALL = [name for name in ON_GPUS if not re.search(r"_(27|30|32|35|72|235)b_|4_6v", name)]
+SMALL = [name for name in ON_GPUS if not re.search(r"_(27|30|32|35|72|235|241)b_|4_6v", name)]
 
 
 def release(config: Config, folder: Path) -> Any:
@@ -182,7 +182,16 @@ def test_an_update_allocates_what_an_h200_measured(model: str) -> None:
 
 TOKENS = 512
 SIZES = {"hidden_size": 128, "ffn_size": 320, "num_heads": 4, "num_kv_heads": 2}
-ALL = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"]
+ALL = [
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "glm4v",
+    "glm4v_moe",
+    "internvl",
+]
 ON_CPUS = ["data.max_prompt_tokens=256", f"data.pack_tokens={TOKENS}", "model.fusions=false"]
 
 

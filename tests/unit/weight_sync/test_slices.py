@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megavlm.families import FAMILIES
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.models.common.mapping import Entry, fused_qkv, gated, same
@@ -239,3 +240,29 @@ def test_heads_that_ranks_do_not_divide_get_heads_of_zeros() -> None:
         ([5, 6, 11, 12, 17, 18], [5, 6]),
         ([0] * 6, [0, 0]),
     ]
+
+
+def test_a_tower_with_separate_projections_has_the_servers_names_and_heads() -> None:
+    """The 25 heads of InternViT-6B on two ranks: 13 each, and a norm over all 26 on both."""
+    names = FAMILIES["internvl"].server_names()
+    layout = ServerLayout(2, vision_head_dim=2, names=names)
+    block = "vision_tower.encoder.layer.3"
+    tensors = {f"{block}.attention.{x}_proj.weight": rows(*range(1, 51)) for x in "qkv"}
+    tensors |= {f"{block}.attention.q_norm.weight": torch.ones(50)}
+    tensors |= {f"{block}.attention.projection_layer.weight": torch.ones(50, 50)}
+    tensors |= {f"{block}.mlp.fc1.bias": torch.ones(8), f"{block}.lambda_1": torch.ones(50)}
+    tensors |= {"multi_modal_projector.linear_2.weight": torch.ones(6, 6)}
+    tensors |= {"language_model.model.norm.weight": torch.ones(6)}
+    found = {name: tuple(x.shape) for name, x in server_tensors(tensors, layout, 1)}
+    attention = "vision_model.encoder.layers.3.attn.attn"
+    assert found == {
+        f"{attention}.qkv_proj.weight": (78, 3),
+        f"{attention}.q_norm.weight": (52,),
+        f"{attention}.proj.weight": (50, 26),
+        "vision_model.encoder.layers.3.mlp.fc1.bias": (4,),
+        "vision_model.encoder.layers.3.ls1": (50,),
+        "mlp1.3.weight": (6, 6),
+        "language_model.model.norm.weight": (6,),
+    }
+    fused = dict(server_tensors(tensors, layout, 1))[f"{attention}.qkv_proj.weight"][:, 0]
+    assert fused.view(3, 26).tolist() == [[*range(27, 51), 0, 0]] * 3

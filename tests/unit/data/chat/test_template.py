@@ -16,7 +16,7 @@ from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.families import FAMILIES, family_of
 from tests.conftest import DATA
-from tests.support.samples import auto_processor, image, our_processor
+from tests.support.samples import auto_processor, image, our_processor, pixel_values
 
 
 def row(*messages: tuple[str, str], images: int = 0) -> Row:
@@ -59,8 +59,7 @@ def test_chats_equal_autoprocessor(
     prompt, expected = processor.prompt(CHATS[number]), theirs(folder_of(family), CHATS[number])
     assert torch.equal(prompt.token_ids, expected["input_ids"][0])
     if prompt.images:
-        patches = torch.cat([item.patches() for item in prompt.images])
-        assert torch.equal(patches, expected["pixel_values"])
+        assert torch.equal(pixel_values(prompt.images), expected["pixel_values"])
 
 
 def test_a_rows_own_system_message_replaces_the_configured_one(

@@ -1,0 +1,43 @@
+"""Weights of Intern-S1 by the names that hub files of transformers' form have.
+
+SGLang 0.5.23 reads only the names that models of transformers 5 have in memory. transformers itself
+writes files with the prefixes of its earlier releases.
+
+SGLang loads this module as a plugin (megavlm_plugins.dist-info).
+"""
+
+from typing import Any
+
+PREFIXES = {
+    "language_model.lm_head.": "lm_head.",
+    "language_model.model.": "model.language_model.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
+
+
+def install() -> None:
+    """Make SGLang's Intern-S1 read both names. The class is changed where SGLang looks it up,
+    because importing it here would take a second of every server's start.
+    """
+    from sglang.srt.models.registry import ModelRegistry
+
+    registry = type(ModelRegistry)
+    resolve = registry.resolve_model_cls
+
+    def resolve_with_names(self: Any, architectures: Any) -> Any:
+        model, name = resolve(self, architectures)
+        if "_mapping_interns1_name" in vars(model) and not hasattr(model, "megavlm_names"):
+            model.megavlm_names, translate = True, model._mapping_interns1_name
+            model._mapping_interns1_name = lambda model, hf: translate(model, in_memory(hf))
+        return model, name
+
+    registry.resolve_model_cls = resolve_with_names
+
+
+def in_memory(hf: str) -> str:
+    """Return a tensor's name in models of transformers 5."""
+    for old, new in PREFIXES.items():
+        if hf.startswith(old):
+            return new + hf.removeprefix(old)
+    return hf

@@ -1,0 +1,143 @@
+"""Tiny InternVL3 (Qwen2) and InternVL3.5 (Qwen3 with `head_dim`, Qwen3-MoE with `num_experts`). The
+mixture has the layers of the tower of 6B parameters, the others of the tower of 300M.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import InternVLConfig
+
+from megavlm.models.common.tiny import TinyFamily, TinySizes, TinyTokens, text_values
+from megavlm.models.internvl.config import SERVED_LANGUAGE
+from megavlm.parallel.torchvision_ops import define_torchvision_operators
+
+PATCH, MERGE, TABLE_SIDE, MAX_TILES = 14, 2, 8, 6
+# ImageNet's, as in the released models.
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
+# Names in transformers' tokenizers.
+MARKS = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+# The template of transformers' form.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
+    "<IMG_CONTEXT>\n"
+    "{% elif content['type'] == 'video' or 'video' in content %}<video>\n"
+    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOKENS = TinyTokens(
+    special=(END_OF_TEXT, "<|im_start|>", END_OF_TURN, *MARKS.values()),
+    end_of_text=END_OF_TEXT,
+    eos=END_OF_TURN,
+    chat_template=CHAT_TEMPLATE,
+    roles=("system\n", "user\n", "assistant\n", "Frame"),
+)
+
+
+def _config(sizes: TinySizes, vocab_size: int, ids: Mapping[str, int]) -> Any:
+    side = PATCH * (sizes.position_table_side or TABLE_SIDE)
+    text, is_moe = _text(sizes), sizes.num_experts is not None
+    return InternVLConfig(
+        architectures=["InternVLForConditionalGeneration"],
+        text_config={
+            **text_values(sizes, vocab_size),
+            **text,
+            "architectures": [SERVED_LANGUAGE[text["model_type"]]],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "bos_token_id": ids[END_OF_TEXT],
+            "eos_token_id": ids[END_OF_TURN],
+            "pad_token_id": ids[END_OF_TEXT],
+        },
+        vision_config={
+            "num_hidden_layers": sizes.vision_depth,
+            "hidden_size": sizes.vision_hidden_size,
+            "intermediate_size": sizes.vision_ffn_size,
+            "num_attention_heads": sizes.vision_num_heads,
+            "attention_bias": not is_moe,
+            "use_qk_norm": is_moe,
+            "norm_type": "rms_norm" if is_moe else "layer_norm",
+            "image_size": [side, side],
+            "patch_size": [PATCH, PATCH],
+            "initializer_range": sizes.init_std,
+        },
+        image_token_id=ids[MARKS["context_image_token"]],
+        image_seq_length=(side // PATCH // MERGE) ** 2,
+        downsample_ratio=1 / MERGE,
+        tie_word_embeddings=sizes.tied_embeddings,
+    )
+
+
+def _text(sizes: TinySizes) -> dict[str, Any]:
+    if sizes.num_experts is None:
+        if sizes.head_dim is None:
+            return {"model_type": "qwen2"}
+        return {"model_type": "qwen3", "head_dim": sizes.head_dim}
+    return {
+        "model_type": "qwen3_moe",
+        "head_dim": sizes.head_dim or sizes.hidden_size // sizes.num_heads,
+        "num_experts": sizes.num_experts,
+        "num_experts_per_tok": sizes.experts_per_token or 2,
+        "moe_intermediate_size": sizes.expert_ffn_size,
+        "mlp_only_layers": list(sizes.dense_layers or ()),
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    }
+
+
+def _processor(config: Any, tokenizer: Any, max_pixels: int | None) -> Any:
+    define_torchvision_operators()
+    from transformers import (
+        GotOcr2ImageProcessor,
+        InternVLProcessor,
+        InternVLVideoProcessor,
+        PreTrainedTokenizerFast,
+    )
+
+    side = config.vision_config.image_size[0]
+    size = {"height": side, "width": side}
+    numbers = {"size": size, "image_mean": MEAN, "image_std": STD}
+    tiles = MAX_TILES if max_pixels is None else max(1, max_pixels // side**2)
+    named = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.pad_token,
+        extra_special_tokens=MARKS,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=tokenizer.model_max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    return InternVLProcessor(
+        image_processor=GotOcr2ImageProcessor(**numbers, max_patches=tiles, crop_to_patches=True),
+        tokenizer=named,
+        video_processor=InternVLVideoProcessor(**numbers),
+        image_seq_length=config.image_seq_length,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+TINY = {
+    "internvl": TinyFamily(
+        options=frozenset(
+            {
+                "head_dim",
+                "position_table_side",
+                "num_experts",
+                "experts_per_token",
+                "moe_ffn_size",
+                "dense_layers",
+            }
+        ),
+        tokens=TOKENS,
+        config=_config,
+        processor=_processor,
+    )
+}
