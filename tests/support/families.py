@@ -51,7 +51,10 @@ def small_config(family: str, **sizes: Any) -> Any:
         "vision_hidden_size": 32,
         "vision_ffn_size": 64,
     }
-    if "head_dim" in tiny_family(family).options:
+    kind = model_type(family)
+    if family == "internvl_moe":
+        plain["num_experts"] = 4
+    if "head_dim" in tiny_family(kind).options:
         plain["head_dim"] = 16  # 8 heads of it are more than 64
     if family.startswith("qwen3_5"):
         plain["num_layers"] = 4  # the fourth has attention
@@ -59,8 +62,8 @@ def small_config(family: str, **sizes: Any) -> Any:
         plain["moe_ffn_size"] = 48
     if family == "qwen3_vl_moe":
         plain |= {"dense_layers": [1], "moe_ffn_size": 48}
-    ids = {token: i for i, token in enumerate(tiny_family(family).tokens.special)}
-    return tiny_config(family, TinySizes(**{**plain, **sizes}), 128, ids)
+    ids = {token: i for i, token in enumerate(tiny_family(kind).tokens.special)}
+    return tiny_config(kind, TinySizes(**{**plain, **sizes}), 128, ids)
 
 
 def build_in_transformers(config: Any, device: str = "meta") -> Any:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from checkpoint_tools.inspect_weights import weights_components, weights_summary
 from checkpoint_tools.weights import open_weights
 from tests.parity.table import FAMILIES
+from tests.support.families import is_tower
 from tests.unit.checkpoint_tools.command import run, sentence
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoint_tools.lora_models import make_adapters
@@ -38,7 +39,7 @@ def test_components_are_the_model(family: str, hf_folder: Folder, imported: Fold
         assert sum(part.parameters for part in parts.values()) == sum(
             x.numel() for x in tensors.values()
         )
-        tower = sum(x.numel() for name, x in tensors.items() if "visual." in name)
+        tower = sum(x.numel() for name, x in tensors.items() if is_tower(name))
         assert parts["tower"].parameters == tower
         assert parts["tower"].dtypes == {"float32": 4 * tower}
         if "experts" in parts:  # the router and the norm before it count with them

@@ -25,6 +25,7 @@ from megavlm.models.common.loading import local_tensors
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.optimizer import build_updater
 from tests.parity.table import FAMILIES, Ranks
+from tests.support.families import model_type
 from tests.support.fork import launch
 from tests.support.levels import slow
 from tests.unit.checkpoint_tools.conftest import Folder
@@ -52,7 +53,7 @@ DENSE = {
 }
 QUICK = "TP2 x PP2"  # the one of `make test`: first, as each loads what the one before has saved
 CASES = {QUICK: DENSE[QUICK]} | EXPERTS | DENSE
-MOE = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")
+MOE = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "internvl_moe")
 IN_FP32 = (".A_log", ".e_score_correction_bias")  # whatever the model's dtype is
 STEP = 7
 FILE = "model.safetensors"
@@ -69,7 +70,7 @@ def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Folder:
             folder,
             ["red"],
             seed=3,
-            family=family,
+            family=model_type(family),
             num_layers=2,
             num_heads=8,
             num_kv_heads=4,
@@ -77,6 +78,7 @@ def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Folder:
             tied_embeddings=family == "qwen2_vl",
             randomise_norms_and_biases=True,
             **({"dense_layers": [0]} if family == "qwen3_vl_moe" else {}),
+            **({"num_experts": 4} if family == "internvl_moe" else {}),
         )
         if family != "qwen2_vl":
             path = folder / FILE

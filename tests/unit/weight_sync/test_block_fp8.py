@@ -24,7 +24,7 @@ from megavlm.weight_sync.sglang_layout import ServerLayout, linear_rows
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports.buckets import Packer, size_of
 from tests.parity.table import FAMILIES
-from tests.support.families import small_config
+from tests.support.families import MODEL_TYPES, small_config
 from tests.support.levels import slow
 from tests.support.releases import released_config
 from tests.support.sglang_fp8 import quantise
@@ -75,7 +75,7 @@ def test_experts_are_quantised_one_by_one_as_sglang_quantises_a_stack() -> None:
 def config_of(model_type: str) -> Any:
     """Of a model whose shards are whole blocks along the dims that are cut, not along others."""
     sizes = {"hidden_size": 512, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 512}
-    if "head_dim" in tiny_family(model_type).options:
+    if "head_dim" in tiny_family(MODEL_TYPES.get(model_type, model_type)).options:
         sizes |= {"hidden_size": 192, "head_dim": 128}
     if model_type.startswith("qwen3_5"):
         sizes["linear_head_dim"] = 128
@@ -96,7 +96,7 @@ def servers_of(config: Any) -> list[ServerLayout]:
     own = (text.num_key_value_heads, bool(config.tie_word_embeddings), linear_rows(text))
     layouts = [ServerLayout(size, 1, *own, fp8=True) for size in (1, 2)]
     layouts.append(ServerLayout(2, 1, *own, on_cpu=True, fp8=True))
-    if "moe" in config.model_type:
+    if "moe" in config.model_type or getattr(text, "num_experts", None):
         layouts.append(ServerLayout(2, 2, *own, fp8=True))
     return layouts
 
