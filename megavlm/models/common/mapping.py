@@ -113,6 +113,7 @@ _SHORT_PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.vision_tower.", "vision_tower."),
     ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("model.merger.", "merger."),
 )
 
 
