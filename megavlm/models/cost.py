@@ -50,9 +50,9 @@ class ModelCost:
                     matrices *= architecture["moe_router_topk"] / experts / experts
                 per_token += 2 * matrices
             elif entry.megatron.startswith("visual.blocks."):
-                per_patch += 2 * matrices
-                if entry.megatron.endswith((".attn.proj.weight", ".attn.projection_layer.weight")):
-                    per_patch_pair += 4.0 * entry.hf_shapes[0][0]
+                per_patch += 2 * matrices * entry.share
+                if entry.megatron.endswith(".attn.proj.weight"):
+                    per_patch_pair += 4.0 * entry.hf_shapes[0][0] * entry.share**2
         width = architecture["num_attention_heads"] * architecture["kv_channels"]
         linear_layers = sum(architecture.get("linear_attention_freq", ()))
         per_pair = 4.0 * width * (architecture["num_layers"] - linear_layers)

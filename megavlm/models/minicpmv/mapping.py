@@ -1,6 +1,7 @@
 """Mapping of MiniCPM-V 4.6 between hub tensors and this model's tensors."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from megavlm.models.common.mapping import Entry, flattened, joined, same
@@ -25,13 +26,18 @@ def _tower(vision: Any) -> Iterator[Entry]:
     table = ((vision.image_size // patch) ** 2, size)
     yield same("visual.position_embedding.weight", f"{hub}.position_embedding.weight", table)
     for index in range(vision.num_hidden_layers):
-        megatron, hf = f"visual.blocks.{index}", f"{TOWER}.encoder.layers.{index}"
-        yield from _attention(megatron, hf, size)
-        yield from _norm(f"{megatron}.norm2", f"{hf}.layer_norm2", size)
-        ffn = vision.intermediate_size
-        yield from _linear(f"{megatron}.mlp.fc1", f"{hf}.mlp.fc1", ffn, size)
-        yield from _linear(f"{megatron}.mlp.fc2", f"{hf}.mlp.fc2", size, ffn)
+        share = 1.0 if index <= vision.insert_layer_id else 1 / WINDOW**2
+        for entry in _block(f"visual.blocks.{index}", f"{TOWER}.encoder.layers.{index}", vision):
+            yield replace(entry, share=share)
     yield from _norm("visual.post_layernorm", f"{TOWER}.post_layernorm", size)
+
+
+def _block(megatron: str, hf: str, vision: Any) -> Iterator[Entry]:
+    size, ffn = vision.hidden_size, vision.intermediate_size
+    yield from _attention(megatron, hf, size)
+    yield from _norm(f"{megatron}.norm2", f"{hf}.layer_norm2", size)
+    yield from _linear(f"{megatron}.mlp.fc1", f"{hf}.mlp.fc1", ffn, size)
+    yield from _linear(f"{megatron}.mlp.fc2", f"{hf}.mlp.fc2", size, ffn)
 
 
 def _mergers(config: Any) -> Iterator[Entry]:

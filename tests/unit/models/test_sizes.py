@@ -70,6 +70,7 @@ CLUSTERS = {
     "InternVL3_5-241B-A28B-HF": Cluster(
         Layout(tensor=4, pipeline=8, context=2, expert=8), 512, UNEVEN
     ),
+    "MiniCPM-V-4.6": Cluster(Layout(tensor=2), 8),
 }
 
 
