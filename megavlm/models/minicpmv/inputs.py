@@ -126,7 +126,7 @@ class SlicedImages(ImageProcessor):
         if rows:
             refined = _resized(tool, pixels, rows * h, columns * w)
             split = refined.view(3, rows, h, columns, w).permute(1, 3, 2, 4, 0)
-            slices = split.reshape(rows * columns, h, w, 3)
+            slices = split.reshape(rows * columns, h, w, 3).contiguous()
         whole = torch.from_numpy(np.array(picture))
         return self.processed(overview[None].contiguous(), whole, slices)
 
