@@ -326,9 +326,7 @@ class Processor:
                 if token == self.image_token_id:
                     image = next(before, None) or self._images.image(next(encoded))
                     number = sum(not shown.is_video for shown in images)
-                    token_ids += self._images.prompt_ids(
-                        image.num_tokens, image.shown_size, number
-                    )
+                    token_ids += self._images.prompt_ids(image.num_tokens, image.shown_size, number)
                     images.append(image)
                 elif self._videos is not None and token == self._videos.token_id:
                     video = next(before, None) or self._videos.video(next(videos))

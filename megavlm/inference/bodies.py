@@ -210,7 +210,8 @@ def processed_media(prompt: "Prompt") -> list[Body]:
 
 def _cache_key(image: "ProcessedImage", part: int) -> int:
     """Return the number by which a server caches the features and prefixes of an image or a video,
-    or of its overview or its slices (`part`). It includes the times of a video, because its tokens' positions may depend on them.
+    or of its overview or its slices (`part`). It includes the times of a video, because its tokens'
+    positions may depend on them.
     """
     times = getattr(image, "times", ())
     digest = hashlib.sha256(f"{image.key} {image.grids[part]} {part} {times}".encode()).digest()

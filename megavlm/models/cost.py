@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megavlm.data.packs.trees import Tree
 from megavlm.data.media.image_processing import Grid, ProcessedImage
+from megavlm.data.packs.trees import Tree
 from megavlm.models.common.mapping import Entry
 
 # Number of tokens for which an H100 computes as long as it reads the weights: 989e12 FLOP/s over
@@ -51,8 +51,8 @@ class ModelCost:
                 per_token += 2 * matrices
             elif entry.megatron.startswith("visual.blocks."):
                 per_patch += 2 * matrices * entry.share
-                if entry.megatron.endswith(".attn.proj.weight"):
-                    per_patch_pair += 4.0 * entry.hf_shapes[0][0] * entry.share**2
+                if entry.megatron.endswith(".attn.qkv.weight"):
+                    per_patch_pair += 4.0 * entry.hf_shapes[0][1] * entry.share**2
         width = architecture["num_attention_heads"] * architecture["kv_channels"]
         linear_layers = sum(architecture.get("linear_attention_freq", ()))
         per_pair = 4.0 * width * (architecture["num_layers"] - linear_layers)

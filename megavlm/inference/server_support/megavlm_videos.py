@@ -59,6 +59,8 @@ def install() -> None:
     async def in_lines(
         self: Any, process: Any, input_text: Any, request_obj: Any, **given: Any
     ) -> Any:
+        from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
+
         sent = request_obj.video_data
         if not sent or not str(sent[0]).startswith(BEGIN):
             return await process(input_text=input_text, request_obj=request_obj, **given)

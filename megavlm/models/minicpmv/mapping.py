@@ -47,12 +47,12 @@ def _mergers(config: Any) -> Iterator[Entry]:
     megatron, hf = "visual.window_merger", f"{TOWER}.vit_merger"
     yield from _attention(megatron, hf, size)
     yield from _norm(f"{megatron}.norm2", f"{hf}.pre_norm", merged)
-    yield from _linear(f"{megatron}.mlp.fc1", f"{hf}.linear_1", ffn, merged)
-    yield from _linear(f"{megatron}.mlp.fc2", f"{hf}.linear_2", size, ffn)
+    yield from _linear(f"{megatron}.linear_1", f"{hf}.linear_1", ffn, merged)
+    yield from _linear(f"{megatron}.linear_2", f"{hf}.linear_2", size, ffn)
     megatron, hf, hidden = "visual.merger", "model.merger.mlp.0", config.text_config.hidden_size
     yield from _norm(f"{megatron}.norm", f"{hf}.pre_norm", merged)
-    yield from _linear(f"{megatron}.fc1", f"{hf}.linear_1", merged, merged)
-    yield from _linear(f"{megatron}.fc2", f"{hf}.linear_2", hidden, merged)
+    yield from _linear(f"{megatron}.linear_1", f"{hf}.linear_1", merged, merged)
+    yield from _linear(f"{megatron}.linear_2", f"{hf}.linear_2", hidden, merged)
 
 
 def _text(config: Any) -> Iterator[Entry]:
@@ -72,7 +72,7 @@ def _attention(megatron: str, hf: str, size: int) -> Iterator[Entry]:
     for kind, shape in (("weight", (size, size)), ("bias", (size,))):
         names = [f"{hf}.self_attn.{x}_proj.{kind}" for x in "qkv"]
         yield joined(f"{megatron}.attn.qkv.{kind}", names, shape)
-    yield from _linear(f"{megatron}.attn.proj", f"{hf}.self_attn.out_proj", size, size)
+    yield from _linear(f"{megatron}.attn.out_proj", f"{hf}.self_attn.out_proj", size, size)
 
 
 def _linear(megatron: str, hf: str, rows: int, columns: int) -> Iterator[Entry]:

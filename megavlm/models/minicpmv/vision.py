@@ -18,6 +18,7 @@ from megavlm.models.common.vision_layers import (
     activation,
     attend,
     cache_frames,
+    layer_norm,
     merge_order,
     pack_values,
 )
@@ -30,19 +31,19 @@ class Attention(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         size, self.num_heads = config.hidden_size, config.num_attention_heads
-        self.qkv, self.proj = nn.Linear(size, 3 * size), nn.Linear(size, size)
+        self.qkv, self.out_proj = nn.Linear(size, 3 * size), nn.Linear(size, size)
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
         q, k, v = self.qkv(x).unflatten(1, (3, self.num_heads, -1)).unbind(1)
-        return self.proj(attend(q, k, v, segments).flatten(1))
+        return self.out_proj(attend(q, k, v, segments).flatten(1))
 
 
 class MLP(nn.Module):
-    """MLP of two linear layers: [P, in_size] to [P, out_size]."""
+    """MLP of two linear layers."""
 
-    def __init__(self, in_size: int, width: int, out_size: int, hidden_act: str) -> None:
+    def __init__(self, size: int, width: int, hidden_act: str) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(in_size, width), nn.Linear(width, out_size)
+        self.fc1, self.fc2 = nn.Linear(size, width), nn.Linear(width, size)
         self.act = activation(hidden_act)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ class Block(nn.Module):
         size, eps = config.hidden_size, config.layer_norm_eps
         self.norm1, self.norm2 = nn.LayerNorm(size, eps=eps), nn.LayerNorm(size, eps=eps)
         self.attn = Attention(config)
-        self.mlp = MLP(size, config.intermediate_size, size, config.hidden_act)
+        self.mlp = MLP(size, config.intermediate_size, config.hidden_act)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
         """Run the block, which uses neither cos nor sin."""
@@ -76,25 +77,29 @@ class WindowMerger(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(size, eps=eps), nn.LayerNorm(count * size, eps=eps)
         self.attn = Attention(config)
         width = count * config.intermediate_size
-        self.mlp = MLP(count * size, width, size, "gelu_pytorch_tanh")
+        self.linear_1, self.linear_2 = nn.Linear(count * size, width), nn.Linear(width, size)
+        self.act = activation("gelu_pytorch_tanh")
 
     def forward(self, x: Tensor) -> Tensor:
         count = WINDOW**2
         windows = Segments((count,) * (len(x) // count), x.device)
         x = (x + self.attn(self.norm1(x), windows)).unflatten(0, (-1, count))
-        return self.mlp(self.norm2(x.flatten(1))) + x.mean(1)
+        return self.linear_2(self.act(self.linear_1(self.norm2(x.flatten(1))))) + x.mean(1)
 
 
-class Merger(MLP):
+class Merger(nn.Module):
     """Merger behind the tower: an MLP with a norm before it: [P, D] to [P / 4, H]."""
 
     def __init__(self, size: int, out_size: int) -> None:
+        super().__init__()
         merged = WINDOW**2 * size
-        super().__init__(merged, merged, out_size, "gelu")
-        self.norm = nn.LayerNorm(merged, eps=1e-6)
+        self.norm = layer_norm(merged)
+        self.linear_1, self.linear_2 = nn.Linear(merged, merged), nn.Linear(merged, out_size)
+        self.act = nn.GELU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x.view(-1, self.fc1.in_features)))
+        cells = x.view(-1, self.linear_1.in_features)
+        return self.linear_2(self.act(self.linear_1(self.norm(cells))))
 
 
 @cache_frames
@@ -128,6 +133,11 @@ class VisionTower(Tower):
         self.window_merger = WindowMerger(config)
         self.post_layernorm = nn.LayerNorm(size, eps=config.layer_norm_eps)
         self.merger = Merger(size, self.feature_size)
+
+    def projections(self, linear: str) -> tuple[str, ...]:
+        if linear.endswith(".qkv"):
+            return "q_proj", "k_proj", "v_proj"
+        return super().projections(linear)
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         device, before = patches.device, self.blocks_before

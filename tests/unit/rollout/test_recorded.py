@@ -78,7 +78,9 @@ def test_a_step_reads_as_it_was_written(
         for mine, theirs in zip(again.prompts, group.prompts, strict=True):
             assert mine.row.problem == theirs.row.problem and mine.short_ids == theirs.short_ids
             for image, other in zip(mine.images, theirs.images, strict=True):
-                assert image.key == other.key and all(map(torch.equal, image.contents, other.contents))
+                assert image.key == other.key and all(
+                    map(torch.equal, image.contents, other.contents)
+                )
     assert rollout_metrics(read, 4) == rollout_metrics(groups, 4)
     records = sample_records(read, processor.pieces)
     texts = [[r["text"] for r in record["responses"]] for record in records]
