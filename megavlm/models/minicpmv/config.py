@@ -25,11 +25,10 @@ WINDOW = 2  # side in patches of a window that one of the two mergers joins
 SIDE = WINDOW**2  # side in patches of the square that becomes one token
 
 SERVER_NAMES = (
-    (r"^model\.(layers|embed_tokens|norm)\b", r"minicpmv.llm.\1"),
-    (r"^lm_head\b", "minicpmv.lm_head"),
+    (r"^model\.(layers|embed_tokens|norm)\b", r"llm.\1"),
     (r"^vision_tower\.(.*\.)out_proj\b", r"vision_tower.\1proj"),
-    (r"^vision_tower\b", "minicpmv.vpm"),
-    (r"^merger\b", "minicpmv.resampler"),
+    (r"^vision_tower\b", "vpm"),
+    (r"^merger\b", "resampler"),
 )
 
 # Values of a config.json with which the models are released, and which alone are implemented.

@@ -62,7 +62,7 @@ def test_released_configurations(release: str, tmp_path: Path) -> None:
         assert ours.moe_layer_freq == [0] * dense + [1] * (ours.num_layers - dense)
     else:
         assert ours.num_moe_experts is None
-    if release.startswith("Qwen3.5"):
+    if release.startswith(("Qwen3.5", "MiniCPM")):
         assert ours.linear_attention_freq == [1, 1, 1, 0] * (ours.num_layers // 4)
         assert ours.attention_output_gate and ours.layernorm_zero_centered_gamma
         assert bool(ours.moe_shared_expert_intermediate_size) == ("num_experts" in text)
