@@ -4,7 +4,8 @@ SGLang 0.5.23 reads Intern-S1's weights only by the names that models of transfo
 memory. transformers itself writes hub files with the prefixes of its earlier releases.
 
 Of a class that is only a wrapper of a model SGLang keeps the model alone (what `eval` returns), but
-has given its layout of shared experts to the wrapper, and ends without it.
+has given its layout of shared experts to the wrapper, and ends without it. It also does not ask the
+language model within for the widths of its layers, and takes wrong ones for adapters.
 
 SGLang loads this module as a plugin (megavlm_plugins.dist-info).
 """
@@ -35,13 +36,20 @@ def install() -> None:
             model.megavlm_names, translate = True, model._mapping_interns1_name
             model._mapping_interns1_name = lambda model, hf: translate(model, in_memory(hf))
         if not hasattr(model, "eval"):
-            model.shared_experts_config = property(
-                lambda wrapper: wrapper.eval().shared_experts_config,
-                lambda wrapper, value: setattr(wrapper.eval(), "shared_experts_config", value),
-            )
+            model.shared_experts_config = property(None, hand_on)
         return model, name
 
     registry.resolve_model_cls = resolve_with_names
+
+
+def hand_on(wrapper: Any, shared_experts: Any) -> None:
+    """Give the model within a wrapper its layout of shared experts, and the widths of its language
+    model's layers.
+    """
+    model = wrapper.eval()
+    model.shared_experts_config = shared_experts
+    if hasattr(model.llm, "get_hidden_dim"):
+        model.get_hidden_dim = model.llm.get_hidden_dim
 
 
 def in_memory(hf: str) -> str:
