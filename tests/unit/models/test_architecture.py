@@ -184,3 +184,22 @@ def test_a_section_that_is_not_given_is_the_released_one(tmp_path: Path) -> None
     for release in ("Qwen2.5-VL-7B", "Qwen3-VL-8B"):
         config = released_config(release, tmp_path, rope_scaling={"rope_type": "default"})
         assert_same_angles(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("downsample_mode", "4x", "downsample_mode: '4x' is not supported; use '16x'"),
+        ("merger_times", 2, "merger_times: 2 is not supported; use 1"),
+        ("drop_vision_last_layer", True, "drop_vision_last_layer: True is not supported"),
+        ("merge_kernel_size", [4, 4], "merge_kernel_size: .* is not supported; use \\(2, 2\\)"),
+        ("insert_layer_id", 27, "insert_layer_id: 27 is not one of the tower's 27 layers"),
+    ],
+)
+def test_towers_that_minicpm_v_was_not_released_with(
+    name: str, value: object, message: str, tmp_path: Path
+) -> None:
+    config = released_config("MiniCPM-V-4.6", tmp_path)
+    setattr(config.vision_config if name == "insert_layer_id" else config, name, value)
+    with pytest.raises(ValueError, match=message):
+        part(config.model_type, "config").architecture(config)
