@@ -92,13 +92,13 @@ class Merger(nn.Module):
 
     def __init__(self, size: int, out_size: int) -> None:
         super().__init__()
-        merged = WINDOW**2 * size
+        self.merged_size = merged = WINDOW**2 * size
         self.norm = layer_norm(merged)
         self.linear_1, self.linear_2 = nn.Linear(merged, merged), nn.Linear(merged, out_size)
         self.act = nn.GELU()
 
     def forward(self, x: Tensor) -> Tensor:
-        cells = x.view(-1, self.linear_1.in_features)
+        cells = x.view(-1, self.merged_size)
         return self.linear_2(self.act(self.linear_1(self.norm(cells))))
 
 
