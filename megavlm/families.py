@@ -178,6 +178,7 @@ FAMILIES = {
         "megavlm.models.glm4v", "glm4", server_args={"disable_shared_experts_fusion": True}
     ),
     "internvl": Family("megavlm.models.internvl", "intern"),
+    "minicpmv4_6": Family("megavlm.models.minicpmv", "minicpmv"),
 }
 
 # Model types of folders in the form of a family's authors, where it is not transformers': the

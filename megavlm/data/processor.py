@@ -344,12 +344,14 @@ class Processor:
                     starts.append(len(token_ids))
                 if token == self.image_token_id:
                     image = next(before, None) or self._images.image(next(encoded))
-                    token_ids += self._images.prompt_ids(image.num_tokens)
+                    number = sum(not shown.is_video for shown in images)
+                    token_ids += self._images.prompt_ids(image.num_tokens, image.shown_size, number)
                     images.append(image)
                 elif self._videos is not None and token == self._videos.token_id:
                     video = next(before, None) or self._videos.video(next(videos))
                     assert isinstance(video, ProcessedVideo)
-                    token_ids += self._videos.prompt_ids(video.grid, video.times)
+                    number = sum(shown.is_video for shown in images)
+                    token_ids += self._videos.prompt_ids(video.grid, video.times, number)
                     images.append(video)
                 else:
                     token_ids.append(token)
@@ -376,9 +378,14 @@ class Processor:
         """
         short_ids = self._short_ids(row)
         try:
-            vision_tokens = sum(self._images.prompt_length(image) for image in row.images)
+            vision_tokens = sum(
+                self._images.prompt_length(image, number) for number, image in enumerate(row.images)
+            )
             if self._videos is not None:
-                vision_tokens += sum(self._videos.prompt_length(video) for video in row.videos)
+                vision_tokens += sum(
+                    self._videos.prompt_length(video, number)
+                    for number, video in enumerate(row.videos)
+                )
         except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
         return len(short_ids) - len(row.images) - len(row.videos) + vision_tokens

@@ -220,27 +220,26 @@ def processed_media(prompt: "Prompt") -> list[Body]:
     """
     header = {
         "media": [
-            {
-                "is_video": image.is_video,
-                "shape": [*image.pixels.shape[:3]],
-                "hash": _cache_key(image),
-            }
+            {"is_video": image.is_video, "shape": shape, "hash": _cache_key(image, part)}
             for image in prompt.images
+            for part, shape in enumerate(image.shapes)
         ],
         "format": asdict(prompt.images[0].format),
         "num_tokens": len(prompt.token_ids),
         "next_position": prompt.next_position,
     }
     text = orjson.dumps(header)
-    tensors = [prompt.positions.int().contiguous(), *(image.content for image in prompt.images)]
+    frames = [part for image in prompt.images for part in image.contents]
+    tensors = [prompt.positions.int().contiguous(), *frames]
     contents = [tensor.numpy().data.cast("B") for tensor in tensors]
     return [len(text).to_bytes(8, "little"), text, *contents]
 
 
-def _cache_key(image: "ProcessedImage") -> int:
-    """Return the number by which a server caches an image's or a video's features and prefixes. It
-    includes the times of a video, because its tokens' positions may depend on them.
+def _cache_key(image: "ProcessedImage", part: int) -> int:
+    """Return the number by which a server caches the features and prefixes of an image or a video,
+    or of its overview or its slices (`part`). It includes the times of a video, because its tokens'
+    positions may depend on them.
     """
     times = getattr(image, "times", ())
-    digest = hashlib.sha256(f"{image.key} {image.grid} {times}".encode()).digest()
+    digest = hashlib.sha256(f"{image.key} {image.grids[part]} {part} {times}".encode()).digest()
     return int.from_bytes(digest[:8], "big")

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megavlm.data.media.image_processing import Grid, ProcessedImage
 from megavlm.data.packs.trees import Tree
-from megavlm.data.processor import ProcessedImage
 from megavlm.models.common.mapping import Entry
 
 # Number of tokens for which an H100 computes as long as it reads the weights: 989e12 FLOP/s over
@@ -50,9 +50,9 @@ class ModelCost:
                     matrices *= architecture["moe_router_topk"] / experts / experts
                 per_token += 2 * matrices
             elif entry.megatron.startswith("visual.blocks."):
-                per_patch += 2 * matrices
-                if entry.megatron.endswith((".attn.proj.weight", ".attn.projection_layer.weight")):
-                    per_patch_pair += 4.0 * entry.hf_shapes[0][0]
+                per_patch += 2 * matrices * entry.share
+                if entry.megatron.endswith(".attn.qkv.weight"):
+                    per_patch_pair += 4.0 * entry.hf_shapes[0][1] * entry.share**2
         width = architecture["num_attention_heads"] * architecture["kv_channels"]
         linear_layers = sum(architecture.get("linear_attention_freq", ()))
         per_pair = 4.0 * width * (architecture["num_layers"] - linear_layers)
@@ -74,18 +74,17 @@ class ModelCost:
             ends.append(context + length)
             flops = self.per_token * length
             flops += self.per_pair * length * (context + (length + 1) / 2)
-            costs.append(flops + sum(self.image(images[key].grid) for key in segment.images))
+            costs.append(flops + sum(self.image(images[key].grids) for key in segment.images))
         return costs
 
     def tree(self, tree: Tree, images: Mapping[str, ProcessedImage]) -> float:
         """Return the FLOPs of a tree, with each segment counted once."""
         return sum(self.segments(tree, images))
 
-    def image(self, grid: tuple[int, int, int]) -> float:
-        """Return the FLOPs of an image or a video of (t, h, w) patches."""
-        frames, height, width = grid
-        size = height * width
-        return frames * size * (self.per_patch + self.per_patch_pair * size)
+    def image(self, grids: Iterable[Grid]) -> float:
+        """Return the FLOPs of an image or a video, of whose parts each has (t, h, w) patches."""
+        frames = [(number, height * width) for number, height, width in grids]
+        return sum(n * size * (self.per_patch + self.per_patch_pair * size) for n, size in frames)
 
 
 def _delta_rule(architecture: Mapping[str, Any]) -> float:

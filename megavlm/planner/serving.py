@@ -101,7 +101,7 @@ class ServerModel:
             experts=max(stored_bytes(routed, layout, itemsize)),
             routed=architecture.get("moe_router_topk", 0) / architecture.get("num_moe_experts", 1),
             per_token=cost.per_token,
-            per_image=cost.image((1, side, side)),
+            per_image=cost.image([(1, side, side)]),
             token=2.0 * cached * heads * itemsize,
             state=linear * _layer_state(architecture, itemsize) / ranks if linear else 0.0,
             cache=memory.cache / (1 + ratio),

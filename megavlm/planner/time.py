@@ -155,7 +155,7 @@ class StepModel:
     def vision_flops(self) -> float:
         """FLOPs of the tower over the step's images."""
         side = int(self.step.patches**0.5)
-        return self.step.prompts * self._cost.image((1, side, side))
+        return self.step.prompts * self._cost.image([(1, side, side)])
 
     def _segment(self, length: int, parent: int, *, is_target: bool) -> Segment:
         ids = torch.empty(length, device="meta")

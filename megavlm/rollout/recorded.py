@@ -12,7 +12,8 @@ token; they are absent where nothing was left out. `teacher_logprobs` has the lo
 responses by a teacher, and `teacher_top_ids` [K] int32 and `teacher_top_logprobs` its likeliest
 tokens, as many for each response token. Images are given as numbers: 0, 1, ... are the row's images
 and videos, and -1, -2, ... those that the environment made, with their pixels in `pixels.0`,
-`pixels.1`, ..., and the pictures of images in tiles in `picture.0`, `picture.1`, ...
+`pixels.1`, ..., the pictures of images in tiles in `picture.0`, `picture.1`, ..., and their slices
+in `slices.0`, ...
 """
 
 from collections import Counter
@@ -183,7 +184,8 @@ class _Writer(ResponseWriter):
 
     def pixels(self) -> dict[str, Tensor]:
         images = list(enumerate(self._own.values()))
-        pixels = {f"pixels.{i}": image.content for i, image in images}
+        pixels = {f"pixels.{i}": image.contents[0] for i, image in images}
+        pixels |= {f"slices.{i}": x.slices for i, x in images if x.slices is not None}
         return pixels | {f"picture.{i}": x.picture for i, x in images if x.picture is not None}
 
     def group(self, group: Group) -> dict[str, Any]:
@@ -341,4 +343,5 @@ def _image(
     if times:
         step, *shown = times
         return ProcessedVideo(key, pixels, format_, times=tuple(shown), seconds_per_grid=step)
-    return ProcessedImage(key, pixels, format_, picture=arrays.get(f"picture.{number}"))
+    picture, slices = (arrays.get(f"{name}.{number}") for name in ("picture", "slices"))
+    return ProcessedImage(key, pixels, format_, picture=picture, slices=slices)

@@ -41,15 +41,22 @@ PIECE = re.compile(r"(.+)\[(\d+):(\d+)/(\d+)\]")
 # Linears that are sharded over ranks by output, and by input; the latter keep their bias whole.
 OUTPUT_CUT = re.compile(
     r"visual\..*(mlp\.fc1|linear_fc1|merger\.mlp\.0)\.(weight|bias)"
-    r"|vision_tower\..*mlp\.fc1\.(weight|bias)"
+    r"|(vision_tower\..*(mlp\.fc1|linear_1)|merger\..*linear_1)\.(weight|bias)"
     r"|model\.layers\.\d+\.linear_attn\.(A_log|dt_bias)"
 )
 TOWER = ("visual.", "vision_tower.")
+# The last linear layers of a tower's attention.
+TOWER_OUTPUT = (
+    ".attn.proj.weight",
+    ".attention.projection_layer.weight",
+    ".self_attn.out_proj.weight",
+)
 INPUT_CUT = re.compile(
     r"model\.layers\.\d+\.((self_attn\.)?o_proj|linear_attn\.out_proj)\.weight"
     r"|model\.layers\.\d+\.mlp\.(shared_experts?\.)?down_proj\.weight"
     r"|visual\..*(attn\.proj|down_proj|mlp\.fc2|linear_fc2|merger\.mlp\.2)\.weight"
-    r"|vision_tower\..*(attention\.projection_layer|mlp\.fc2)\.weight"
+    r"|vision_tower\..*(attention\.projection_layer|self_attn\.out_proj|mlp\.fc2)\.weight"
+    r"|(vision_tower|merger)\..*linear_2\.weight"
 )
 
 
@@ -144,7 +151,7 @@ def parameter_name(hf_name: str, layout: ServerLayout | None = None) -> str:
 def _stored_name(hf_name: str, layout: ServerLayout | None) -> str:
     """Return the name as in `parameter_name`, of families whose layers SGLang names as HF does."""
     name = short_name(hf_name.partition("[")[0])
-    if layout is not None and layout.linear_rows:
+    if layout is not None and layout.linear_rows and not name.startswith(TOWER):
         name = name.replace(".self_attn.", ".")
     module, _, kind = name.rpartition(".")
     parent, _, leaf = module.rpartition(".")
@@ -221,7 +228,7 @@ def _stored_tensors(
         elif INPUT_CUT.fullmatch(name):
             if ".down_proj." in name:
                 tensor = _pad(tensor, _ffn_multiple(name, layout), dim=1)
-            elif name.endswith((".attn.proj.weight", ".attention.projection_layer.weight")):
+            elif name.endswith(TOWER_OUTPUT):
                 tensor = _pad(tensor, layout.vision_head_dim * size, dim=1)
             yield stored, tensor.chunk(size, dim=1)[rank]
         elif name.startswith(TOWER) and name.endswith((".q_norm.weight", ".k_norm.weight")):

@@ -186,7 +186,7 @@ def after_plan(
         minibatches=ranks,
         images=plan_images(
             [shown_images(minibatches) for minibatches in ranks],
-            {key: image.grid for key, image in images.items()},
+            {key: image.grids for key, image in images.items()},
             {key: float(image.num_patches) for key, image in images.items()},
             slots=slots,
         ),

@@ -69,7 +69,7 @@ def plan_of(processor: Processor, rows: Rows, mesh: Any, tower_trained: bool) ->
         minibatches=minibatches,
         images=plan_images(
             [shown_images(minibatches) for minibatches in minibatches],
-            {key: image.grid for key, image in images.items()},
+            {key: image.grids for key, image in images.items()},
             {key: float(image.num_patches) for key, image in images.items()},
             slots=layout.tensor * layout.context,
             round_patches=ROUND_PATCHES if mesh.world_size > 1 else None,

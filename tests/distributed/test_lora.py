@@ -49,6 +49,7 @@ CASES = [
         ("glm4v", "TP2+SP", DENSE),
         ("glm4v_moe", "EP2 over TP2+SP", (*DENSE, "language.experts")),
         ("internvl", "TP2", DENSE + TOWER),
+        ("minicpmv4_6", "TP2", LINEAR + TOWER),
         ("internvl_moe", "EP2 over TP2+SP", EXPERTS),
         ("qwen3_5_moe", "EP2 over TP2+SP", (*LINEAR, "language.experts")),
         ("qwen2_5_vl", "TP4", DENSE),  # more ranks than key-value heads

@@ -158,7 +158,7 @@ class Flops:
         return layers + targets * self._output
 
     def vision(self) -> float:
-        return sum(self._cost.image(image.grid) for image in self._images.values())
+        return sum(self._cost.image(image.grids) for image in self._images.values())
 
 
 def measure(name: str) -> None:

@@ -40,6 +40,7 @@ CASES = [
     Case("glm4v", "TP2+SP", "branches"),
     Case("glm4v_moe", "EP2 over TP2+SP", "mixed", "recompute full"),
     Case("internvl", "TP2+SP"),
+    Case("minicpmv4_6", "TP2+SP", "branches"),
 ]
 # Of `model.fusions`: the function that is called where it is on.
 FUSED = {

@@ -78,7 +78,7 @@ def move(model: nn.Module) -> None:
 def one_pass(model: VisionLanguageModel, pack: Pack, images: list[ProcessedImage]) -> Tensor:
     """Return the loss of a pack, checked on the way."""
     pack = pack.to(DEVICE)
-    rows = model.encode([image.grid for image in images], [range(len(images))], images)
+    rows = model.encode([image.grids for image in images], [range(len(images))], images)
     features = {image.key: x for image, x in zip(images, rows, strict=True)}
     assert all(x.dtype == torch.bfloat16 and x.device == DEVICE for x in features.values())
     scores = model(pack, features, SCORING)

@@ -46,6 +46,8 @@ TREES_PER_PACK = 2
 
 Expected = dict[str, Any]  # see `expect`; arrays, as they come from another process
 
+MERGERS = ("visual.merger.", "visual.deepstack_merger_list.", "visual.window_merger.")
+
 
 @dataclass(frozen=True)
 class Differences:
@@ -263,7 +265,7 @@ def _expected_norm(
     """Over what the options train, each tensor once."""
     squared = sum(x.double().square().sum().item() for x in value_head.values())
     for entry in entries:
-        if entry.megatron.startswith(("visual.merger.", "visual.deepstack_merger_list.")):
+        if entry.megatron.startswith(MERGERS):
             frozen = options.freeze_merger
         else:
             frozen = entry.megatron.startswith("visual.") and options.freeze_tower

@@ -32,6 +32,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "head_dim": 24,
         "dense_layers": [1],
     },
+    # As Qwen3.5, whose language model it has.
+    "minicpmv4_6": {"init_std": 0.02},
 }
 
 

@@ -19,6 +19,7 @@ FAMILIES = (
     "glm4v_moe",
     "internvl",
     "internvl_moe",  # of model_type internvl, too
+    "minicpmv4_6",
 )
 
 

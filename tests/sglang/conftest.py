@@ -124,7 +124,7 @@ def model_folder(family: str) -> Path:
         "seed": 3,
         "family": model_type(family),
         **({"num_experts": 4} if family == "internvl_moe" else {}),
-        "num_layers": 4 if family.startswith("qwen3_5") else 2,
+        "num_layers": 4 if family.startswith(("qwen3_5", "minicpmv")) else 2,
         "init_std": 0.05,
         "randomise_norms_and_biases": True,
         "max_vocab": 300,

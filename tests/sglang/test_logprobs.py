@@ -44,6 +44,7 @@ def make_sampling_params(
             ("glm4v_moe", 0.7),
             ("internvl", 0.7),
             ("internvl_moe", 0.7),
+            ("minicpmv4_6", 0.7),
         ),
     ],
 )

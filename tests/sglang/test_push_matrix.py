@@ -98,6 +98,10 @@ SUBSET = [
     Case("internvl_moe", 2, "EP2xPP2", "distributed", "tower"),
     Case("internvl_moe", 2, "EP2", "disk", "refit"),
     Case("internvl_moe", 2, "EP2", "tensor", "adapter"),
+    Case("minicpmv4_6", 2, "TP2xPP2", "tensor", "tower"),
+    Case("minicpmv4_6", 2, "CP2", "distributed", "frozen tower"),
+    Case("minicpmv4_6", 2, "PP2", "disk", "refit"),
+    Case("minicpmv4_6", 2, "TP2xPP2", "tensor", "adapter"),
     Case("qwen3_5" + DRAFTS, 2, "TP2", "distributed", "tower"),
     Case("qwen3_5" + DRAFTS, 2, "TP2xPP2", "tensor", "adapter"),
 ]
@@ -116,6 +120,7 @@ def everything() -> Iterator[Case]:
         "glm4v_moe": moe,
         "internvl": dense,
         "internvl_moe": moe,
+        "minicpmv4_6": dense,
     }
     modes = ("tower", "frozen tower", "refit", "lora", "adapter")
     for family, ranks in itertools.product(layouts, (1, 2)):

@@ -35,6 +35,7 @@ FAMILIES = [
     pytest.param("glm4v", marks=pytest.mark.slow),
     pytest.param("glm4v_moe", marks=pytest.mark.slow),
     pytest.param("internvl", marks=pytest.mark.slow),
+    pytest.param("minicpmv4_6", marks=pytest.mark.slow),
 ]
 
 

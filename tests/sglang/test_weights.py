@@ -1,5 +1,6 @@
 """Weights pushed by two trainer ranks into a real server."""
 
+import json
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from megavlm.families import family
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.server import ManagedServer
@@ -80,6 +82,7 @@ def after_push(served: Served, kind: str, version: int, folder: Path) -> dict[st
         pytest.param("glm4v_moe", "distributed", "EP2", marks=pytest.mark.slow),
         pytest.param("internvl", "tensor", "TP2", marks=pytest.mark.slow),
         pytest.param("internvl_moe", "distributed", "EP2", marks=pytest.mark.slow),
+        pytest.param("minicpmv4_6", "tensor", "TP2", marks=pytest.mark.slow),
     ],
 )
 def test_push(
@@ -162,7 +165,7 @@ def served_names(served: Served) -> set[str]:
     names = answer["ranks"][0]["checksums"]
     # SGLang's second names of a convolution's and decays' weights, and norms' weights plus one.
     twice = ("linear_attn.attn.", "gemma_weight")
-    left_out = ("visual", "vision_model", "mlp1", "rotary", *twice)
+    left_out = ("visual", "vision_model", "mlp1", "vpm", "resampler", "rotary", *twice)
     return {name for name in names if not any(part in name for part in left_out)}
 
 
@@ -171,7 +174,8 @@ def stale_norms(served: Served, tensors: dict[str, torch.Tensor]) -> list[str]:
     a GPU read them.
     """
     sums = served.post("/weights_checker", {"action": "checksum"})["ranks"][0]["checksums"]
-    without_attention = ServerLayout(linear_rows=(1, 1))
+    names = family(json.loads((served.folder / "config.json").read_text())["model_type"])
+    without_attention = ServerLayout(linear_rows=(1, 1), names=names.server_names())
     expected = {
         parameter_name(name, without_attention).replace(".weight", ".gemma_weight"): x + 1
         for name, x in tensors.items()

@@ -20,7 +20,9 @@ def model_type(family: str) -> str:
 
 def is_tower(hf: str) -> bool:
     """Whether an HF tensor belongs to the tower or its mergers."""
-    return any(part in hf for part in ("visual.", "vision_tower.", "multi_modal_projector."))
+    return any(
+        part in hf for part in ("visual.", "vision_tower.", "merger.", "multi_modal_projector.")
+    )
 
 
 def vision_tokens(config: Any) -> tuple[int, ...]:
@@ -56,7 +58,7 @@ def small_config(family: str, **sizes: Any) -> Any:
         plain["num_experts"] = 4
     if "head_dim" in tiny_family(kind).options:
         plain["head_dim"] = 16  # 8 heads of it are more than 64
-    if family.startswith("qwen3_5"):
+    if "linear_head_dim" in tiny_family(family).options:
         plain["num_layers"] = 4  # the fourth has attention
     if family == "qwen3_5_moe":
         plain["moe_ffn_size"] = 48

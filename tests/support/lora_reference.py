@@ -28,7 +28,8 @@ COMPONENTS = {
     "language.experts": r"language_model\..*\.mlp\.experts\.experts\.linear_fc[12]",
     "vision.attention": r"visual\.blocks\.\d+\.attn\..*",
     "vision.mlp": r"visual\.blocks\.\d+\.mlp\..*",
-    "vision.merger": r"visual\.(merger|deepstack_merger_list\.\d+)\.(mlp\.\d|linear_\w*\d|\w*proj)",
+    "vision.merger": r"visual\.((window_)?merger|deepstack_merger_list\.\d+)\."
+    r"(mlp\.\d|linear_\w*\d|\w*proj|attn\.\w+)",
 }
 Name = tuple[str, str]  # of an adapted linear and of a projection in it
 

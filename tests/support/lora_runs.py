@@ -46,7 +46,9 @@ EXPERTS = ("language.attention", "language.experts")
 def lora_folder(model: str) -> Path:
     """Return the folder of a family's model, which all tests share."""
     # Of Gated DeltaNet's layers two: of more, rounding in fp32 alone exceeds the bounds.
-    sizes: dict[str, Any] = {"num_layers": 2 if model in ("qwen3_vl_moe", "qwen3_5") else 4}
+    sizes: dict[str, Any] = {
+        "num_layers": 2 if model in ("qwen3_vl_moe", "qwen3_5", "minicpmv4_6") else 4
+    }
 
     if model == "internvl_moe":
         sizes["num_experts"] = 4
@@ -58,7 +60,7 @@ def lora_folder(model: str) -> Path:
             seed=3,
             family=model_type(model),
             # well conditioned: see parity.models
-            init_std=0.02 if model.startswith("qwen3_5") else 0.05,
+            init_std=0.02 if model.startswith(("qwen3_5", "minicpmv")) else 0.05,
             randomise_norms_and_biases=True,
             **sizes,
         )

@@ -352,6 +352,33 @@ def _internvl3_5(
     return _internvl(text, **more)
 
 
+def _minicpmv4_6() -> Json:
+    """MiniCPM-V 4.6, whose language model is Qwen3.5-0.8B's."""
+    text = _qwen3_5(24, 1024, 8, 2, 3584, 16)["text_config"]
+    return {
+        "drop_vision_last_layer": False,
+        "image_size": 1120,
+        "image_token_id": 248056,
+        "model_type": "minicpmv4_6",
+        "text_config": {**text, "model_type": "qwen3_5_text", "tie_word_embeddings": True},
+        "tie_word_embeddings": True,
+        "video_token_id": 248057,
+        "vision_config": {
+            "attention_dropout": 0.0,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "image_size": 980,
+            "intermediate_size": 4304,
+            "layer_norm_eps": 1e-6,
+            "model_type": "minicpmv4_6_vision",
+            "num_attention_heads": 16,
+            "num_channels": 3,
+            "num_hidden_layers": 27,
+            "patch_size": 14,
+        },
+    }
+
+
 def _moe(ffn: int) -> Json:
     return {
         "decoder_sparse_step": 1,
@@ -390,6 +417,7 @@ RELEASES = {
     "InternVL3_5-241B-A28B-HF": _internvl3_5(
         94, 4096, 64, 4, 12288, moe=_moe(1536), large_tower=True
     ),
+    "MiniCPM-V-4.6": _minicpmv4_6(),
 }
 
 

@@ -2,18 +2,16 @@
 
 import io
 import re
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
+from transformers import AutoConfig
 
-from megavlm.data.media.image_processing import ProcessedImage
-from megavlm.data.processor import Processor
+from megavlm.data.processor import Processor, Prompt
 from megavlm.families import family_of
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.conftest import DATA
@@ -57,6 +55,10 @@ def our_processor(folder: Path) -> Processor:
     return Processor(folder, DATA, family_of(folder))
 
 
-def pixel_values(images: Sequence[ProcessedImage]) -> Tensor:
-    """Images as transformers' processor returns them: patches, or whole tiles."""
-    return torch.cat([x.frames() if x.format.sends_frames else x.patches() for x in images])
+def pixel_values(folder: Path, prompt: Prompt) -> Tensor:
+    """Images of a prompt as transformers' processor returns them: patches, or whole tiles."""
+    config = AutoConfig.from_pretrained(folder)
+    inputs: dict[str, Tensor] = family_of(folder).model_inputs(
+        config, prompt.token_ids, prompt.positions, prompt.images
+    )
+    return inputs["pixel_values"]

@@ -169,8 +169,9 @@ class ChatTemplate:
         name = name or repr(self._data.prompt_key or "data.question")
         self._check_keys(row, row.messages)
         for text in (row.problem, *(message.text for message in row.messages)):
-            # Some models have a token of the same name. It is counted in the rendered prompt.
-            self._check_text(text.replace(VIDEO_PLACEHOLDER, " "), f"{row.source}: {name}")
+            # Some models have tokens of the same names. They are counted in the rendered prompt.
+            text = text.replace(IMAGE_PLACEHOLDER, " ").replace(VIDEO_PLACEHOLDER, " ")
+            self._check_text(text, f"{row.source}: {name}")
         responses = [message for message in (row.response, row.rejected) if message is not None]
         further = [message.keys for message in (*row.messages, *responses)]
         if row.tools or any(further):

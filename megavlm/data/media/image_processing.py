@@ -21,6 +21,7 @@ from torch import Tensor
 from megavlm.data.media.image_decoding import decode, image_size
 
 Grid = tuple[int, int, int]  # (t, h, w) in patches
+Grids = tuple[Grid, ...]  # of an image: one, or one for each part of another size
 
 CPU = torch.device("cpu")
 _URL = b'"data:image/x-portable-pixmap;base64,'  # with the opening quote of a JSON string
@@ -109,11 +110,28 @@ class ProcessedImage:
     # [H, W, 3] uint8: the picture that servers are sent and records show. Whatever the server does
     # with it must give the frames again. None: the first frame.
     picture: Tensor | None = field(default=None, kw_only=True)
+    # [S, h, w, 3] uint8: slices of the picture, which have another size than `pixels`, an overview.
+    slices: Tensor | None = field(default=None, kw_only=True)
 
     @property
-    def grid(self) -> tuple[int, int, int]:
-        """(t, h, w) in patches."""
-        return self.format.grid(*self.pixels.shape[:3])
+    def grids(self) -> Grids:
+        """(t, h, w) in patches of each part (`contents`)."""
+        return tuple(self.format.grid(*shape) for shape in self.shapes)
+
+    @property
+    def grid(self) -> Grid:
+        """(t, h, w) in patches of an image without slices."""
+        (grid,) = self.grids
+        return grid
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Frames, height and width in pixels of each part (`contents`)."""
+        return tuple((len(x), x.shape[1], x.shape[2]) for x in (self.pixels, *self._slices))
+
+    @property
+    def _slices(self) -> tuple[Tensor, ...]:
+        return () if self.slices is None else (self.slices,)
 
     @property
     def shown_size(self) -> tuple[int, int]:
@@ -123,7 +141,7 @@ class ProcessedImage:
 
     @property
     def num_patches(self) -> int:
-        return math.prod(self.grid)
+        return sum(map(math.prod, self.grids))
 
     @property
     def num_tokens(self) -> int:
@@ -134,11 +152,12 @@ class ProcessedImage:
         """Return the tower's input [P, patch_dim] float32 on a device, equal to AutoProcessor's
         pixel_values. Pixels are moved to the device as uint8, with an eighth of the input's bytes.
         """
-        return self.format.cut(self.content.to(device, non_blocking=True))
+        parts = [self.format.cut(x.to(device, non_blocking=True)) for x in self.contents]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def frames(self) -> Tensor:
-        """Return the normalised frames [F, 3, H, W] float32."""
-        return self.format.normalised(self.content)
+    def frames(self) -> list[Tensor]:
+        """Return the normalised frames [F, 3, H, W] float32 of each part (`contents`)."""
+        return [self.format.normalised(x) for x in self.contents]
 
     def png(self) -> bytes:
         """Return the picture as a PNG file."""
@@ -192,16 +211,21 @@ class ProcessedImage:
     @cached_property
     def for_plan(self) -> "ProcessedImage":
         """The image without its pixels; the ranks read them from the data files again."""
-        picture = None if self.picture is None else _without_memory(self.picture)
-        return dataclasses.replace(self, pixels=_without_memory(self.pixels), picture=picture)
+        picture, slices = (
+            None if x is None else _without_memory(x) for x in (self.picture, self.slices)
+        )
+        pixels = _without_memory(self.pixels)
+        return dataclasses.replace(self, pixels=pixels, picture=picture, slices=slices)
 
     @property
-    def content(self) -> Tensor:
-        """Frames [F, H, W, 3]; of an image without tiles also after `for_request`."""
+    def contents(self) -> tuple[Tensor, ...]:
+        """Frames [F, H, W, 3] of each part: of an overview and of slices, or of all. Those of an
+        image without tiles are there also after `for_request`.
+        """
         if self.pixels.is_meta and self.picture is None:
-            return self._shown[None]
+            return (self._shown[None],)
         assert not self.pixels.is_meta, "no frames are left"
-        return self.pixels
+        return self.pixels, *self._slices
 
 
 def _without_memory(pixels: Tensor) -> Tensor:
@@ -227,8 +251,11 @@ class ImageProcessor:
         """Return the number of patches of an image of this size."""
         raise AssertionError("a family defines how many patches an image has")
 
-    def prompt_ids(self, num_tokens: int) -> list[int]:
-        """Return the tokens of a prompt for an image whose features replace num_tokens of them."""
+    def prompt_ids(self, num_tokens: int, size: tuple[int, int], number: int) -> list[int]:
+        """Return the tokens of a prompt for an image whose features replace num_tokens of them.
+
+        size: Width and height of its picture. number: Its place among the prompt's images, from 0.
+        """
         return [self.token_id] * num_tokens
 
     def image(self, data: bytes) -> ProcessedImage:
@@ -243,21 +270,23 @@ class ImageProcessor:
             self._cache.put(digest, image)
         return image
 
-    def prompt_length(self, data: bytes) -> int:
-        """Return the number of tokens of a prompt for an image, from its header only. Raises
-        ValueError for a header that cannot be read.
+    def prompt_length(self, data: bytes, number: int) -> int:
+        """Return the number of tokens of a prompt for an image, from its header only. number: As in
+        `prompt_ids`. Raises ValueError for a header that cannot be read.
         """
-        patches = self.num_patches(*image_size(data))
-        return len(self.prompt_ids(patches // self.format.merge**2))
+        size = image_size(data)
+        return len(self.prompt_ids(self.num_patches(*size) // self.format.merge**2, size, number))
 
-    def processed(self, frames: Tensor, picture: Tensor | None = None) -> ProcessedImage:
-        """Return an image of frames [F, H, W, 3] uint8. picture: See `ProcessedImage`; without it
-        there is one frame.
+    def processed(
+        self, frames: Tensor, picture: Tensor | None = None, slices: Tensor | None = None
+    ) -> ProcessedImage:
+        """Return an image of frames [F, H, W, 3] uint8. picture, slices: See `ProcessedImage`;
+        without a picture there is one frame.
         """
         shown = frames[0] if picture is None else picture
         size = f"{shown.shape[1]}x{shown.shape[0]}:".encode()
         key = hashlib.sha256(size + shown.numpy().tobytes()).hexdigest()
-        return ProcessedImage(key, frames, self.format, picture=picture)
+        return ProcessedImage(key, frames, self.format, picture=picture, slices=slices)
 
 
 class ImageCache:
@@ -289,4 +318,5 @@ class ImageCache:
 
 
 def _bytes_of(image: ProcessedImage) -> int:
-    return image.pixels.nbytes + (0 if image.picture is None else image.picture.nbytes)
+    held = (image.pixels, image.picture, image.slices)
+    return sum(x.nbytes for x in held if x is not None)

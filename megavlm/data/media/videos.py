@@ -73,8 +73,10 @@ class VideoProcessor:
         """Resize a frame [3, H, W] to a height and width."""
         raise AssertionError("a family defines how its videos are resized")
 
-    def prompt_ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
-        """Return the tokens of a prompt for a video."""
+    def prompt_ids(self, grid: Grid, times: Sequence[float], number: int) -> list[int]:
+        """Return the tokens of a prompt for a video. number: Its place among the prompt's videos,
+        from 0.
+        """
         raise AssertionError("a family defines the tokens of its videos")
 
     def video(self, video: AnyVideo) -> ProcessedVideo:
@@ -92,16 +94,16 @@ class VideoProcessor:
         assert isinstance(processed, ProcessedVideo)
         return processed
 
-    def prompt_length(self, video: AnyVideo) -> int:
+    def prompt_length(self, video: AnyVideo, number: int) -> int:
         """Return the number of tokens of a prompt for a video, from the headers of its frames, or
-        the first frame of a file. Raises ValueError as `video` does.
+        the first frame of a file. number: As in `prompt_ids`. Raises ValueError as `video` does.
         """
         clip = self._clip(video)
         width, height = clip.size
         # EXIF data may swap height and width, with the same number of tokens.
         size = self._resized_size(clip, height, width)
         grid = self.format.grid(len(clip.times), *size)
-        return len(self.prompt_ids(grid, self._grid_times(clip)))
+        return len(self.prompt_ids(grid, self._grid_times(clip), number))
 
     def _clip(self, video: AnyVideo) -> Clip:
         """Return the frames to show, after checks of their number and pixels."""

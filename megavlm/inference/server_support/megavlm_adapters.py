@@ -12,6 +12,8 @@ SGLang loads this module as a plugin (megavlm_plugins.dist-info).
 
 from typing import Any
 
+TOWERS = {"vision_model", "vpm"}  # SGLang's names
+
 
 def install() -> None:
     """Make SGLang's layer with adapters name the weights of its experts, as its others do, and find
@@ -31,6 +33,6 @@ def install() -> None:
     find = lora_manager.get_layer_id
 
     def find_in_language_model(name: str) -> int | None:
-        return None if name.startswith("vision_model.") else find(name)
+        return find(name) if TOWERS.isdisjoint(name.split(".")) else None
 
     lora_manager.get_layer_id = find_in_language_model

@@ -1,7 +1,11 @@
-"""Weights of Intern-S1 by the names that hub files of transformers' form have.
+"""Names in classes of models: of weights in Intern-S1, and of a value in models within others.
 
-SGLang 0.5.23 reads only the names that models of transformers 5 have in memory. transformers itself
-writes files with the prefixes of its earlier releases.
+SGLang 0.5.23 reads Intern-S1's weights only by the names that models of transformers 5 have in
+memory. transformers itself writes hub files with the prefixes of its earlier releases.
+
+Of a class that is only a wrapper of a model SGLang keeps the model alone (what `eval` returns), but
+has given its layout of shared experts to the wrapper, and ends without it. It also does not ask the
+language model within for the widths of its layers, and takes wrong ones for adapters.
 
 SGLang loads this module as a plugin (megavlm_plugins.dist-info).
 """
@@ -17,8 +21,9 @@ PREFIXES = {
 
 
 def install() -> None:
-    """Make SGLang's Intern-S1 read both names. The class is changed where SGLang looks it up,
-    because importing it here would take a second of every server's start.
+    """Make SGLang's Intern-S1 read both names, and wrappers hand on the value. Classes are changed
+    where SGLang looks them up, because importing them here would take a second of every server's
+    start.
     """
     from sglang.srt.models.registry import ModelRegistry
 
@@ -30,9 +35,21 @@ def install() -> None:
         if "_mapping_interns1_name" in vars(model) and not hasattr(model, "megavlm_names"):
             model.megavlm_names, translate = True, model._mapping_interns1_name
             model._mapping_interns1_name = lambda model, hf: translate(model, in_memory(hf))
+        if not hasattr(model, "eval"):
+            model.shared_experts_config = property(None, hand_on)
         return model, name
 
     registry.resolve_model_cls = resolve_with_names
+
+
+def hand_on(wrapper: Any, shared_experts: Any) -> None:
+    """Give the model within a wrapper its layout of shared experts, and the widths of its language
+    model's layers.
+    """
+    model = wrapper.eval()
+    model.shared_experts_config = shared_experts
+    if hasattr(model.llm, "get_hidden_dim"):
+        model.get_hidden_dim = model.llm.get_hidden_dim
 
 
 def in_memory(hf: str) -> str:

@@ -56,6 +56,28 @@ def install() -> None:
             video_token_id=self.video_token_id,
         )
 
+    async def in_lines(
+        self: Any, process: Any, input_text: Any, request_obj: Any, **given: Any
+    ) -> Any:
+        from sglang.srt.managers.schedule_batch import MultimodalProcessorOutput
+
+        sent = request_obj.video_data
+        if not sent or not str(sent[0]).startswith(BEGIN):
+            return await process(input_text=input_text, request_obj=request_obj, **given)
+        media = await self.load_mm_data(
+            prompt=input_text, video_data=sent, multimodal_tokens=self.mm_tokens
+        )
+        items, _, _ = await self.process_and_combine_mm_data_async(media, self.mm_tokens)
+        for item in items:
+            lines, size = patch_lines(item.feature[0], self.image_processor.patch_size)
+            item.feature, item.tgt_size, item.use_vit_merger = [lines], [size], True
+        return MultimodalProcessorOutput(
+            input_ids=input_text,
+            mm_items=items,
+            im_token_id=self.image_token_id,
+            video_token_id=self.video_token_id,
+        )
+
     def start_with_positions(self: Any, *arguments: Any, **options: Any) -> None:
         start(self, *arguments, **options)
         if hasattr(self, "_process_special_format"):
@@ -63,6 +85,9 @@ def install() -> None:
             # the places of all.
             self._process_special_format = partial(combine, self)
         process = self.process_mm_data_async
+        if hasattr(self, "_splice_expansions"):
+            # SGLang's processor of slices cuts pictures itself.
+            process = partial(in_lines, self, process)
 
         async def process_with_positions(*arguments: Any, **options: Any) -> Any:
             given_positions.set(None)
@@ -155,6 +180,17 @@ def processed(prompt: list[int], text: str, token_ids: tuple[int, int | None]) -
     return BaseMultiModalProcessorOutput(
         input_text="", input_ids=prompt, images=images, videos=videos
     )
+
+
+def patch_lines(frame: Any, patch: int) -> tuple[Any, Any]:
+    """Return the patches of a frame [3, H, W] line by line [3, P, patches * P], and the height and
+    width in patches.
+    """
+    import torch
+
+    height, width = (size // patch for size in frame.shape[1:])
+    split = frame.view(3, height, patch, width, patch).permute(0, 2, 1, 3, 4)
+    return split.reshape(3, patch, -1), torch.tensor([height, width], dtype=torch.int32)
 
 
 def _runs(indices: list[int]) -> list[tuple[int, int]]:

@@ -60,6 +60,7 @@ class Entry:
     frozen: True for a tensor that no training changes. The model holds it as a buffer.
     separate: True if hub files hold the tensors of each expert (`experts.3.gate_proj.weight`), and
         not the stacks that `hf` names. transformers stacks them in memory.
+    share: Part of an image's patches that a block of the tower gets, after a merger within it.
     """
 
     megatron: str
@@ -74,6 +75,7 @@ class Entry:
     server_dtype: torch.dtype | None = None
     frozen: bool = False
     separate: bool = False
+    share: float = 1.0
 
     @property
     def sent_dtype(self) -> torch.dtype | None:
@@ -113,6 +115,7 @@ _SHORT_PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.vision_tower.", "vision_tower."),
     ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("model.merger.", "merger."),
 )
 
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megavlm.data.media.image_processing import Grid, ProcessedImage
+from megavlm.data.media.image_processing import Grids, ProcessedImage
 from megavlm.data.packs.packing import Pack
 from megavlm.data.packs.routed_experts import RoutedExperts
 from megavlm.models.common.config import LanguageConfig
@@ -90,7 +90,7 @@ class VisionLanguageModel(MegatronModule):
 
     def encode(
         self,
-        grids: Sequence[Grid],
+        grids: Sequence[Grids],
         shares: Sequence[Sequence[int]],
         mine: Sequence[ProcessedImage],
     ) -> list[Tensor]:

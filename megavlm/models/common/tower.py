@@ -54,14 +54,17 @@ class Tower(nn.Module):
         sin: Tensor,
         segments: Sequence[Segments],
         taps: Sequence[int] = (),
+        first: int = 0,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run x [P, D] through all blocks; block i attends within segments[i].
+        """Run x [P, D] through as many blocks as there are segments, all or those from `first` on;
+        block first + i attends within segments[i].
 
         Returns the last hidden states, and the hidden states after each block in `taps`, in the
         order of blocks.
         """
         tapped = []
-        for index, (block, attended) in enumerate(zip(self.blocks, segments, strict=True)):
+        blocks = self.blocks[first : first + len(segments)]
+        for index, (block, attended) in enumerate(zip(blocks, segments, strict=True), first):
             # Blocks without gradients are not checkpointed: a checkpoint would keep their inputs.
             is_trained = x.requires_grad or any(p.requires_grad for p in block.parameters())
             if self.recompute and is_trained:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.data.media.image_processing import Grid, ProcessedImage
+from megavlm.data.media.image_processing import Grids, ProcessedImage
 from megavlm.models.common.tower import Tower
 
 
@@ -20,13 +20,13 @@ def encode_share(tower: Tower, images: Sequence[ProcessedImage]) -> Tensor:
         width = tower.feature_size * (1 + tower.num_levels)
         return torch.zeros(0, width, dtype=parameter.dtype, device=parameter.device)
     patches = [image.patches(parameter.device) for image in images]
-    return tower(torch.cat(patches), [image.grid for image in images])
+    return tower(torch.cat(patches), [grid for image in images for grid in image.grids])
 
 
 def gather_shares(
     tower: Tower,
     local: Tensor,
-    grids: Sequence[Grid],
+    grids: Sequence[Grids],
     shares: Sequence[Sequence[int]],
     *,
     group: dist.ProcessGroup,
@@ -47,7 +47,7 @@ def gather_shares(
     of a sum over the group: data parallelism sums over context ranks, `sum_tower_gradients` over
     tensor ranks.
     """
-    num_tokens = [count_tokens(grid, tower) for grid in grids]
+    num_tokens = [count_tokens(parts, tower) for parts in grids]
     if not shares[group.rank()]:
         # The backward pass is collective, so this rank must take part in it, too.
         local.requires_grad_(torch.is_grad_enabled())
@@ -101,9 +101,9 @@ def exchange_shares(
     return received, order
 
 
-def count_tokens(grid: Grid, tower: Tower) -> int:
-    t, h, w = grid
-    return t * h * w // tower.merge_size**2
+def count_tokens(grids: Grids, tower: Tower) -> int:
+    """Return the number of tokens of an image."""
+    return sum(t * h * w for t, h, w in grids) // tower.merge_size**2
 
 
 class _GatherShares(torch.autograd.Function):

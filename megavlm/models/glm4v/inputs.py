@@ -51,7 +51,7 @@ class GlmVideos(ResizedVideos):
     def grid_time(self, first: float, last: float) -> float:
         return first
 
-    def prompt_ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
+    def prompt_ids(self, grid: Grid, times: Sequence[float], number: int) -> list[int]:
         _, h, w = grid
         num_tokens = h * w // self.format.merge**2
         # The two releases write times in different forms; their processors know it.

@@ -63,7 +63,7 @@ class TiledImages(ImageProcessor):
         _, rows, columns = self.format.grid(1, self._tiles.size.height, self._tiles.size.width)
         return number * rows * columns
 
-    def prompt_ids(self, num_tokens: int) -> list[int]:
+    def prompt_ids(self, num_tokens: int, size: tuple[int, int], number: int) -> list[int]:
         return [self._start, *[self.token_id] * num_tokens, self._end]
 
     def process(self, picture: Image.Image) -> ProcessedImage:
@@ -104,7 +104,7 @@ class FrameVideos(VideoProcessor):
         resized: Tensor = frames.resize(frame[None], size=frames.size, resample=frames.resample)[0]
         return resized
 
-    def prompt_ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
+    def prompt_ids(self, grid: Grid, times: Sequence[float], number: int) -> list[int]:
         frames, h, w = grid
         num_tokens, whole = h * w // self.format.merge**2, self._whole
         shown = f"{whole.start_image_token}{whole.image_token}{whole.end_image_token}"
@@ -139,7 +139,7 @@ def model_inputs(
     """Return normalised tiles [tiles, 3, H, W], of images and videos."""
     if not images:
         return {}
-    return {"pixel_values": torch.cat([image.frames() for image in images])}
+    return {"pixel_values": torch.cat([frames for image in images for frames in image.frames()])}
 
 
 def _format_of(hf_config: Any, processor: Any) -> PatchFormat:

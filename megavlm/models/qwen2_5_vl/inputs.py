@@ -25,7 +25,7 @@ class TokensOnly(ResizedVideos):
 
     bounds_all_frames = False
 
-    def prompt_ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
+    def prompt_ids(self, grid: Grid, times: Sequence[float], number: int) -> list[int]:
         t, h, w = grid
         return [self.token_id] * (t * h * w // self.format.merge**2)
 

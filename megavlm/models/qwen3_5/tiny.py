@@ -1,5 +1,7 @@
 """Tiny Qwen3.5, dense and MoE."""
 
+from typing import Any
+
 from transformers import Qwen3_5Config, Qwen3_5MoeConfig
 
 from megavlm.models.common.qwen_tiny import Sections, qwen_family
@@ -7,10 +9,11 @@ from megavlm.models.common.tiny import TinySizes, interleaved_mrope_section
 from megavlm.models.qwen3_5.config import FULL_ATTENTION_INTERVAL, PARTIAL_ROTARY_FACTOR
 
 
-def _dense(sizes: TinySizes) -> Sections:
+def dense_text(sizes: TinySizes) -> dict[str, Any]:
+    """Return the values of a dense text_config that are the family's own."""
     head_dim = sizes.head_dim or 64
     interval = min(FULL_ATTENTION_INTERVAL, sizes.num_layers)  # the last layer has full attention
-    text = {
+    return {
         "head_dim": head_dim,
         # Released files have both: transformers reads the first of each pair, SGLang the second.
         "layer_types": [
@@ -32,6 +35,9 @@ def _dense(sizes: TinySizes) -> Sections:
         "linear_value_head_dim": sizes.linear_head_dim or 24,
         "linear_conv_kernel_dim": 4,
     }
+
+
+def _dense(sizes: TinySizes) -> Sections:
     vision = {
         "hidden_size": sizes.vision_hidden_size,
         "intermediate_size": sizes.vision_ffn_size,
@@ -40,7 +46,7 @@ def _dense(sizes: TinySizes) -> Sections:
         "patch_size": 16,
         "deepstack_visual_indexes": [],  # SGLang assumes three levels if it is absent
     }
-    return text, vision
+    return dense_text(sizes), vision
 
 
 def _mixture(sizes: TinySizes) -> Sections:

@@ -31,7 +31,7 @@ class TimestampedFrames(ResizedVideos):
         self._start: int = processor.vision_start_token_id
         self._end: int = processor.vision_end_token_id
 
-    def prompt_ids(self, grid: Grid, times: Sequence[float]) -> list[int]:
+    def prompt_ids(self, grid: Grid, times: Sequence[float], number: int) -> list[int]:
         _, h, w = grid
         num_tokens = h * w // self.format.merge**2
         frame = [self._start, *[self.token_id] * num_tokens, self._end]

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from megavlm.data.media.image_processing import Grid
+from megavlm.data.media.image_processing import Grids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class ImagePlan:
     """
 
     keys: tuple[str, ...]
-    grids: tuple[Grid, ...]
+    grids: tuple[Grids, ...]
     costs: tuple[float, ...]  # modelled FLOPs
     encoders: tuple[int, ...]
     rounds: tuple[int, ...]  # round in which each image is encoded
@@ -89,7 +89,7 @@ class ImagePlan:
         """Return the plan of its values, of which JSON makes tuples lists."""
         shown_by = tuple(map(tuple, values["shown_by"]))
         lists = {name: tuple(x) for name, x in values.items() if isinstance(x, list)}
-        grids = tuple((t, h, w) for t, h, w in values["grids"])
+        grids = tuple(tuple((t, h, w) for t, h, w in parts) for parts in values["grids"])
         return cls(**{**values, **lists, "grids": grids, "shown_by": shown_by})
 
 
@@ -108,7 +108,7 @@ def assign_encoders(costs: Sequence[float], allowed: Sequence[Sequence[int]]) ->
 
 def plan_images(
     shown: Sequence[Sequence[str]],
-    grids: Mapping[str, Grid],
+    grids: Mapping[str, Grids],
     costs: Mapping[str, float],
     *,
     slots: int,
@@ -128,7 +128,7 @@ def plan_images(
     across = any(len(data_ranks) > 1 for data_ranks in shown_by.values())
     allowed = [[d * slots + slot for d in shown_by[key] for slot in range(slots)] for key in keys]
     encoders = dict(zip(keys, assign_encoders([costs[key] for key in keys], allowed), strict=True))
-    patches = {key: math.prod(grids[key]) for key in keys}
+    patches = {key: sum(map(math.prod, grids[key])) for key in keys}
     rounds = _rounds(encoders, patches, round_patches)
     plans = []
     for data_rank in range(len(shown)):

@@ -66,7 +66,7 @@ class StepPlanner:
         trees = [tree for group in minibatches for tree in group]
         self._tower_trained = tower_trained
         self._flops += StepFlops.of(self._cost, trees, images, self._output_cost)
-        grids = {key: image.grid for key, image in images.items()}
+        grids = {key: image.grids for key, image in images.items()}
         ranks = plan_step(
             minibatches,
             num_ranks=self._mesh.data_size,

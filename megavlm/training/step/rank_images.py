@@ -11,7 +11,7 @@ from typing import Self
 
 from megavlm.arrays import from_bytes, to_bytes
 from megavlm.config.schema import Config
-from megavlm.data.media.image_processing import Grid, PatchFormat, ProcessedImage
+from megavlm.data.media.image_processing import Grids, PatchFormat, ProcessedImage
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
 from megavlm.families import family_of
@@ -106,7 +106,7 @@ class RankImages:
         """Return the batch of images that all ranks already have, for one data rank whose `slots`
         ranks encode them together.
         """
-        grids = {key: image.grid for key, image in images.items()}
+        grids = {key: image.grids for key, image in images.items()}
         costs = {key: _cost(grid) for key, grid in grids.items()}
         (plan,) = plan_images([list(images)], grids, costs, slots=slots)
         return cls(plan, images, None)
@@ -147,8 +147,9 @@ def sources_to_bytes(sources: Mapping[str, ImageSource]) -> bytes:
     images = {key: source for key, source in sources.items() if isinstance(source, ProcessedImage)}
     places = {key: astuple(x) for key, x in sources.items() if isinstance(x, ImagePlace)}
     formats = {key: asdict(image.format) for key, image in images.items()}
-    pixels = {key: image.content for key, image in images.items()}
-    return to_bytes(pixels, {"places": places, "formats": formats})
+    pixels = {key: image.contents[0] for key, image in images.items()}
+    slices = {f"{key}.slices": x.slices for key, x in images.items() if x.slices is not None}
+    return to_bytes(pixels | slices, {"places": places, "formats": formats})
 
 
 def sources_from_bytes(data: bytes) -> dict[str, ImageSource]:
@@ -156,14 +157,15 @@ def sources_from_bytes(data: bytes) -> dict[str, ImageSource]:
     pixels, values = from_bytes(data)
     places = {key: ImagePlace(*place) for key, place in values["places"].items()}
     return places | {
-        key: ProcessedImage(key, pixels[key], PatchFormat.from_values(how))
+        key: ProcessedImage(
+            key, pixels[key], PatchFormat.from_values(how), slices=pixels.get(f"{key}.slices")
+        )
         for key, how in values["formats"].items()
     }
 
 
-def _cost(grid: Grid) -> float:
+def _cost(grids: Grids) -> float:
     """Return a relative cost of an image without a cost model. It grows with the number of patches
     and, because of attention within a frame, with its square.
     """
-    t, h, w = grid
-    return t * h * w * (1.0 + h * w / 4096.0)
+    return sum(t * h * w * (1.0 + h * w / 4096.0) for t, h, w in grids)

@@ -67,7 +67,7 @@ def modelled_flops(config: Any, of: Shape) -> Seconds:
     cost = ModelCost.of(parts.mapping(config), parts.architecture(config))
     prompt, answers = inputs(config, of)
     images = {image.key: image for image in prompt.images}
-    tower = sum(cost.image(image.grid) for image in images.values())
+    tower = sum(cost.image(image.grids) for image in images.values())
     output = 2.0 * VOCABULARY * config.text_config.hidden_size
 
     def flops(together: Sequence[list[int]]) -> float:

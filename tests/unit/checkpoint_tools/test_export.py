@@ -37,7 +37,12 @@ from tests.unit.checkpoint_tools.conftest import Folder
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen2_vl", "qwen3_vl_moe", "qwen3_5", *slow("qwen2_5_vl", "qwen3_vl", "qwen3_5_moe")],
+    [
+        "qwen2_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        *slow("qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "minicpmv4_6"),
+    ],
 )
 def test_every_family_loads_in_transformers_with_the_same_logits(
     family: str, hf_folder: Folder, imported: Folder, tmp_path: Path

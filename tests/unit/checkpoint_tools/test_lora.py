@@ -49,7 +49,7 @@ MIXED = {
         "qwen2_5_vl",
         "qwen3_5_moe",
         *slow("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "glm4v_moe"),
-        *slow("internvl", "internvl_moe"),
+        *slow("internvl", "internvl_moe", "minicpmv4_6"),
     ],
 )
 def test_every_family_there_and_back(family: str, hf_folder: Folder, tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_images_arrive_as_texts_of_requests_or_without_pixels(
         assert ("request_text" in vars(image)) is (held == "requests")
         if held == "requests":
             assert torch.equal(image.request_text, expected.request_text)
-            assert torch.equal(image.content, expected.pixels)
+            assert torch.equal(image.contents[0], expected.pixels)
             assert torch.equal(image.patches(), expected.patches())
             assert image.png() == expected.png()
     source.close()

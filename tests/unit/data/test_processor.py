@@ -106,7 +106,7 @@ def test_prompt_equals_autoprocessor(
     )
     assert torch.equal(prompt.token_ids, theirs["input_ids"][0])
     if data:
-        assert torch.equal(pixel_values(prompt.images), theirs["pixel_values"])
+        assert torch.equal(pixel_values(folder, prompt), theirs["pixel_values"])
     text = hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert list(prompt.short_ids) == hf.tokenizer(text)["input_ids"]
     assert prompt.short_ids.count(processor.image_token_id) == num_images

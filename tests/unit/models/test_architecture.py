@@ -52,7 +52,7 @@ def test_released_configurations(release: str, tmp_path: Path) -> None:
     assert ours.ffn_hidden_size == text.get("intermediate_size", ours.moe_ffn_hidden_size)
     assert ours.num_query_groups == text["num_key_value_heads"]
     assert ours.kv_channels == text.get("head_dim", 128)
-    has_norms = release.startswith(("Qwen3", "InternVL3_5"))
+    has_norms = release.startswith(("Qwen3", "InternVL3_5", "MiniCPM"))
     assert ours.qk_layernorm == has_norms != ours.add_qkv_bias
     assert ours.layernorm_epsilon == text.get("rms_norm_eps", 1e-6) and not ours.add_bias_linear
     if count := text.get("num_experts") or text.get("n_routed_experts"):
@@ -62,7 +62,7 @@ def test_released_configurations(release: str, tmp_path: Path) -> None:
         assert ours.moe_layer_freq == [0] * dense + [1] * (ours.num_layers - dense)
     else:
         assert ours.num_moe_experts is None
-    if release.startswith("Qwen3.5"):
+    if release.startswith(("Qwen3.5", "MiniCPM")):
         assert ours.linear_attention_freq == [1, 1, 1, 0] * (ours.num_layers // 4)
         assert ours.attention_output_gate and ours.layernorm_zero_centered_gamma
         assert bool(ours.moe_shared_expert_intermediate_size) == ("num_experts" in text)
@@ -76,15 +76,17 @@ def test_what_servers_read_is_added_where_it_lacks(family: str) -> None:
     added = {"full_attention_interval", "partial_rotary_factor"}
     text = {name: x for name, x in values["text_config"].items() if name not in added}
     vision = {k: x for k, x in values["vision_config"].items() if k != "deepstack_visual_indexes"}
+    has_linear_attention = "linear_num_key_heads" in text
 
     def complete(**changes: Any) -> dict[str, Any]:
         """What is added to the language model's values."""
         given = {**values, "text_config": text | changes, "vision_config": vision}
         completed = families.family(family).served_config(given)
-        if not family.startswith("qwen3_5"):
+        if not has_linear_attention:
             assert completed == given
             return {}
-        assert completed["vision_config"] == vision | {"deepstack_visual_indexes": []}
+        levels = {"deepstack_visual_indexes": []} if family.startswith("qwen3_5") else {}
+        assert completed["vision_config"] == vision | levels
         found: dict[str, Any] = completed["text_config"]
         return {name: found[name] for name in found.keys() - text.keys()}
 
@@ -94,7 +96,7 @@ def test_what_servers_read_is_added_where_it_lacks(family: str) -> None:
         assert complete(rope_parameters=rope)["partial_rotary_factor"] == 0.5
         kinds = ["full_attention", "linear_attention"] * 2
         assert complete(layer_types=kinds) == {}
-    assert bool(added_here) == family.startswith("qwen3_5")
+    assert bool(added_here) == has_linear_attention
 
 
 def test_axes_of_the_released_qwen3_vl_take_turns_until_time_remains() -> None:
@@ -182,3 +184,22 @@ def test_a_section_that_is_not_given_is_the_released_one(tmp_path: Path) -> None
     for release in ("Qwen2.5-VL-7B", "Qwen3-VL-8B"):
         config = released_config(release, tmp_path, rope_scaling={"rope_type": "default"})
         assert_same_angles(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("downsample_mode", "4x", "downsample_mode: '4x' is not supported; use '16x'"),
+        ("merger_times", 2, "merger_times: 2 is not supported; use 1"),
+        ("drop_vision_last_layer", True, "drop_vision_last_layer: True is not supported"),
+        ("merge_kernel_size", [4, 4], "merge_kernel_size: .* is not supported; use \\(2, 2\\)"),
+        ("insert_layer_id", 27, "insert_layer_id: 27 is not one of the tower's 27 layers"),
+    ],
+)
+def test_towers_that_minicpm_v_was_not_released_with(
+    name: str, value: object, message: str, tmp_path: Path
+) -> None:
+    config = released_config("MiniCPM-V-4.6", tmp_path)
+    setattr(config.vision_config if name == "insert_layer_id" else config, name, value)
+    with pytest.raises(ValueError, match=message):
+        part(config.model_type, "config").architecture(config)

@@ -20,8 +20,8 @@ from tests.support.trees import image, segment, tree
 COST = ModelCost(per_token=1000.0, per_pair=10.0, per_patch=100.0, per_patch_pair=1.0)
 
 
-BLOCK = r"visual\.blocks\.|vision_tower\.encoder\.layer\."
-PROJECTION = r"blocks\.0\.attn\.proj\.weight|layer\.0\.attention\.projection_layer\.weight"
+BLOCK = r"(?:visual\.blocks|vision_tower\.encoder\.layers?)\.(\d+)\."
+PROJECTION = r"(attn\.proj|attention\.projection_layer|self_attn\.out_proj)\.weight"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -30,13 +30,17 @@ def test_every_family_counts_the_matrices_of_transformers(family: str) -> None:
     cost = ModelCost.of(entries_of(config), part(family, "config").architecture(config))
     text, parameters = config.text_config, dict(build_in_transformers(config).named_parameters())
     per_token = per_patch = 0.0
+    blocks = []  # share of the patches that each block gets
+    merged_after = getattr(config.vision_config, "insert_layer_id", 2)
     for name, parameter in parameters.items():
         if "language_model.layers." in name and parameter.dim() > 1:
             stacked = ".experts." in name  # a token goes through some of the experts
             share = text.num_experts_per_tok / len(parameter) if stacked else 1
             per_token += 2 * share * parameter.numel()
-        elif re.search(BLOCK, name) and parameter.dim() > 1:
-            per_patch += 2 * parameter.numel()
+        elif (found := re.search(BLOCK, name)) and parameter.dim() > 1:
+            share = 1 if int(found[1]) <= merged_after else 1 / 4
+            per_patch += 2 * parameter.numel() * share
+            blocks += [share] if re.search(PROJECTION, name) else []
     assert per_token > 0 < per_patch
     layers = text.num_hidden_layers
     linear = sum(kind == "linear_attention" for kind in getattr(text, "layer_types", None) or ())
@@ -49,7 +53,8 @@ def test_every_family_counts_the_matrices_of_transformers(family: str) -> None:
     width = parameters[last].size(1)
     assert cost.per_pair == 4 * width * (layers - linear), "scores and sums of attention"
     width = next(x.size(0) for name, x in parameters.items() if re.search(PROJECTION, name))
-    assert cost.per_patch_pair == 4 * width * 2
+    assert len(blocks) == 2
+    assert cost.per_patch_pair == 4 * width * sum(share**2 for share in blocks)
 
 
 def of(tree: Tree, images: Any) -> float:

@@ -77,7 +77,7 @@ def test_checks_and_prompts_of_a_family_do_without_megatron(name: str) -> None:
 @pytest.mark.parametrize("model_type", ["llama", None, ["qwen2_vl"], {}])
 def test_other_model_types_are_refused(model_type: object) -> None:
     with pytest.raises(
-        ValueError, match="is not supported: use one of glm4v, glm4v_moe, internvl, qwen2_5"
+        ValueError, match="is not supported: use one of glm4v, glm4v_moe, internvl, minicpmv4_6"
     ):
         family(model_type)
 

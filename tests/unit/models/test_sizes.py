@@ -70,6 +70,7 @@ CLUSTERS = {
     "InternVL3_5-241B-A28B-HF": Cluster(
         Layout(tensor=4, pipeline=8, context=2, expert=8), 512, UNEVEN
     ),
+    "MiniCPM-V-4.6": Cluster(Layout(tensor=2), 8),
 }
 
 
@@ -109,7 +110,7 @@ def test_the_ranks_hold_the_model_once(release: str, tmp_path: Path) -> None:
     assert len(held) - len(set(held)) == (1 if tied_across_stages(config, cluster) else 0)
     kept = {x.name for part in parts for x in part if x.dtype != cluster.options.dtype}
     assert all(name.endswith((".A_log", ".router.expert_bias")) for name in kept)
-    assert bool(kept) == release.startswith(("Qwen3.5", "GLM-4.6V"))
+    assert bool(kept) == release.startswith(("Qwen3.5", "GLM-4.6V", "MiniCPM"))
 
 
 def tied_across_stages(config: Any, cluster: Cluster) -> bool:

@@ -258,6 +258,7 @@ def test_widths_of_released_towers_suit_tensor_cores(release: str, tmp_path: Pat
     """
     config = released_config(release, tmp_path)
     config.vision_config.depth = config.vision_config.num_hidden_layers = 1
+    config.vision_config.insert_layer_id = 0
     if hasattr(config.vision_config, "deepstack_visual_indexes"):
         config.vision_config.deepstack_visual_indexes = [0]
     with torch.device("meta"):

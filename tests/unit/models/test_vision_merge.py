@@ -55,7 +55,7 @@ def encode(is_context: bool) -> list[Any]:
     features = gather_shares(
         tower,
         local,
-        GRIDS,
+        [(grid,) for grid in GRIDS],
         shares,
         group=group,
         context_group=group if is_context else alone,
@@ -87,7 +87,7 @@ def exchanged(senders: list[int], receivers: list[set[int]]) -> dict[int, list[f
     group = dist.group.WORLD
     assert group is not None
     tower = LinearTower(nn.Parameter(torch.zeros(PATCH, FEATURE)))
-    sizes = [count_tokens(grid, tower) for grid in GRIDS]
+    sizes = [count_tokens((grid,), tower) for grid in GRIDS]
     mine = [i for i, sender in enumerate(senders) if sender == group.rank()]
     local = torch.cat(
         [torch.zeros(0, 3).bfloat16(), *[torch.full((sizes[i], 3), i + 1.0) for i in mine]]

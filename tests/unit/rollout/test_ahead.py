@@ -175,7 +175,7 @@ def test_groups_arrive_as_they_were(config: Config, fake: Any) -> None:
     assert group.start.token_ids.equal(prompt.token_ids)
     assert group.start.positions.equal(prompt.positions)
     (image,), (own,) = group.start.images, prompt.images
-    assert image.key == own.key and image.content.equal(own.pixels)
+    assert image.key == own.key and image.contents[0].equal(own.pixels)
     assert image.patches().equal(own.patches())
     ids = prompt.short_ids  # of which the fake's answers tell
     said = [episode.responses[0].token_ids.tolist() for episode in group.episodes]

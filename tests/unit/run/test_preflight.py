@@ -54,7 +54,7 @@ def _missing_shard(folder: Path) -> None:
         (lambda folder: (folder / "config.json").write_text("[]"), "is not a JSON object"),
         (
             lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'),
-            "model_type 'llama' is not supported: use one of glm4v, glm4v_moe, internvl, qwen2",
+            "model_type 'llama' is not supported: use one of glm4v, glm4v_moe, internvl, minicpm",
         ),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no *.safetensors"),
         (_pickled, "pickled weights (pytorch_model.bin); loading them can run any code"),

@@ -28,7 +28,7 @@ MINIBATCHES = [
     [tree(4, [7, 1, 1], "c"), tree(4, [2, 2], "b"), tree(4, [4], "d")],
 ]
 IMAGES = {key: image(key) for key in "abcd"}
-GRIDS = {key: image.grid for key, image in IMAGES.items()}
+GRIDS = {key: image.grids for key, image in IMAGES.items()}
 COSTS = {"a": 5.0, "b": 4.0, "c": 3.0, "d": 2.0}
 
 

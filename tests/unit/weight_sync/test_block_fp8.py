@@ -77,7 +77,7 @@ def config_of(model_type: str) -> Any:
     sizes = {"hidden_size": 512, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 512}
     if "head_dim" in tiny_family(MODEL_TYPES.get(model_type, model_type)).options:
         sizes |= {"hidden_size": 192, "head_dim": 128}
-    if model_type.startswith("qwen3_5"):
+    if "linear_head_dim" in tiny_family(model_type).options:
         sizes["linear_head_dim"] = 128
     if "moe" in model_type:
         sizes["moe_ffn_size"] = 512

@@ -59,7 +59,7 @@ def test_chats_equal_autoprocessor(
     prompt, expected = processor.prompt(CHATS[number]), theirs(folder_of(family), CHATS[number])
     assert torch.equal(prompt.token_ids, expected["input_ids"][0])
     if prompt.images:
-        assert torch.equal(pixel_values(prompt.images), expected["pixel_values"])
+        assert torch.equal(pixel_values(folder_of(family), prompt), expected["pixel_values"])
 
 
 def test_a_rows_own_system_message_replaces_the_configured_one(

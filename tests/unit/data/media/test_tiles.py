@@ -131,7 +131,9 @@ def test_groups_of_tiled_images_are_recorded_and_replayed(
     assert all(torch.equal(before[name], after[name]) for name in before)
     for mine, others in zip(again.prompts, group.prompts, strict=True):
         for item, other in zip(mine.images, others.images, strict=True):
-            assert torch.equal(item.content, other.content) and item.png() == other.png()
+            assert (
+                all(map(torch.equal, item.contents, other.contents)) and item.png() == other.png()
+            )
 
 
 def test_max_pixels_bounds_the_tiles(folder: Path) -> None:

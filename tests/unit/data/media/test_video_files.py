@@ -22,10 +22,11 @@ from megavlm.data.media.video_sources import Video, VideoFile, read_video
 from megavlm.data.media.videos import ProcessedVideo, sample_indices
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row, check_media
-from megavlm.families import FAMILIES, family_of
+from megavlm.families import family_of
 from tests.conftest import read_rows
 from tests.support.samples import auto_processor, chat_text, encode
 from tests.support.video_files import encode_video, grey_video
+from tests.unit.data.media.test_videos import PATCHES
 
 Folders = Callable[[str], Path]
 MANY = Data(max_prompt_tokens=4096)
@@ -84,7 +85,7 @@ def test_number_of_sampled_frames(
     assert indices[0] == 0 and indices[-1] == number - 1
 
 
-@pytest.mark.parametrize("family", [x for x in FAMILIES if x != "internvl"])  # in test_tiles.py
+@pytest.mark.parametrize("family", PATCHES)
 def test_a_prompt_equals_autoprocessor_s_of_the_sampled_frames(
     folder_of: Folders, family: str
 ) -> None:

@@ -22,6 +22,8 @@ from tests.unit.data.media.test_image_decoding import bomb
 from tests.unit.data.rope_index import Tokens, sglang_rope_index
 
 Folders = Callable[[str], Path]
+# The others are in test_tiles.py and test_slices.py.
+PATCHES = [x for x in FAMILIES if x not in ("internvl", "minicpmv4_6")]
 
 
 def video(number: int, size: tuple[int, int] = (60, 90), fps: float = 2.0, seed: int = 0) -> Video:
@@ -74,7 +76,7 @@ PROMPTS: list[tuple[str, list[tuple[int, int]], list[Video]]] = [
 
 
 @pytest.mark.parametrize(("problem", "sizes", "videos"), PROMPTS)
-@pytest.mark.parametrize("family", [x for x in FAMILIES if x != "internvl"])  # in test_tiles.py
+@pytest.mark.parametrize("family", PATCHES)
 def test_prompt_equals_autoprocessor(
     folder_of: Folders,
     family: str,
