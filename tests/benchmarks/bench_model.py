@@ -156,7 +156,9 @@ def inputs(config: Any, shape: Shape) -> tuple[Prompt, list[list[int]]]:
         ids, [Span(grid) for grid in shape.images], vision_token_ids=[source], merge_size=merge
     )
     images = tuple(
-        random_image(f"image {number}", config.vision_config, grid, generator)
+        random_image(
+            f"image {number}", family(config.model_type).patch_sizes(config), grid, generator
+        )
         for number, grid in enumerate(shape.images)
     )
     row = Row(0, "", "", (), "", "")

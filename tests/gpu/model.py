@@ -131,20 +131,14 @@ def their_outcome(
     """Run transformers on each answer by itself. exact: attention by plain matrix products."""
     found = []
     model.zero_grad()
-    (image,) = prompt.images
     backends = [SDPBackend.MATH] if exact else list(SDPBackend.__members__.values())[1:]
     with sdpa_kernel(backends):
         for answer in answers:  # one by one: their logits are whole
-            ids = torch.cat([prompt.token_ids, torch.tensor(answer)])[None].to(platform.device())
-            logits = model(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                mm_token_type_ids=(ids == config.image_token_id).long(),
-                pixel_values=image.patches(ids.device).to(model.dtype),
-                image_grid_thw=torch.tensor([image.grid], device=ids.device),
-                use_cache=False,
-                logits_to_keep=len(answer) + 1,
-            ).logits[0, :-1]
+            ids, shown = _their_inputs(model, config, prompt, answer)
+            hidden = model.model(
+                input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **shown
+            ).last_hidden_state
+            logits = model.lm_head(hidden[0, -len(answer) - 1 : -1])
             targets = ids[0, -len(answer) :, None]
             logprobs = logits.float().log_softmax(-1).gather(1, targets)[:, 0]
             logprobs.sum().backward()
@@ -154,6 +148,21 @@ def their_outcome(
         for name, p in model.named_parameters()
     }
     return Outcome(torch.cat(found), gradients)
+
+
+def _their_inputs(
+    model: Any, config: Any, prompt: Prompt, answer: list[int]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return token ids [1, T] of a prompt with an answer, and the inputs for its image."""
+    ids = torch.cat([prompt.token_ids, torch.tensor(answer)])
+    given = family(config.model_type)
+    positions, _ = given.positions(config)(ids, prompt.images)
+    inputs = given.model_inputs(config, ids, positions, prompt.images)
+    on_device = {
+        name: x.to(platform.device(), model.dtype if x.is_floating_point() else x.dtype)
+        for name, x in inputs.items()
+    }
+    return ids[None].to(platform.device()), on_device
 
 
 def our_outcome(

@@ -86,7 +86,8 @@ def measure(family: str, level: str, *, engine: bool) -> None:
     """Report all variants of a family."""
     shape = shapes.parity_shape(level)
     config, mesh = shapes.parity_config(family, level), build_mesh()
-    has_rule = family.startswith("qwen3_5")
+    layers = getattr(config.text_config, "layer_types", None) or ()
+    has_rule = "linear_attention" in layers
     prompt, answers = shapes.prompt_of(config, shape)
     (tree,), images = shapes.inputs(config, shape)
     reference = model.theirs(config)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from megavlm.data.packs.positions import Span, mrope_positions
 from megavlm.data.packs.trees import Tree, prompt_tree
 from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.data.rows import Row
+from megavlm.families import family as family_of
 from megavlm.models.common.tiny import TinySizes, tiny_config, tiny_family
 from tests.support.random_images import random_image
 from tests.support.releases import RELEASES, released_config
@@ -34,6 +34,8 @@ WIDE: Mapping[str, str] = {
     "qwen3_5_moe": "Qwen3.5-35B-A3B",
     "glm4v": "GLM-4.1V-9B-Thinking",
     "glm4v_moe": "GLM-4.6V",
+    "internvl": "InternVL3_5-8B-HF",
+    "minicpmv4_6": "MiniCPM-V-4.6",
 }
 TINY: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": {},
@@ -44,6 +46,8 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_moe": {"num_layers": 4},
     "glm4v": {"vision_hidden_size": 128},
     "glm4v_moe": {"vision_hidden_size": 128, "head_dim": 32},
+    "internvl": {"position_table_side": 8},
+    "minicpmv4_6": {"num_layers": 4},
 }
 FAMILIES = tuple(WIDE)
 EXPERTS = 32  # of a wide layer; the released number would fill the GPU with one model
@@ -101,16 +105,19 @@ def config_of(release: str, num_layers: int | None = None, vision_depth: int | N
 
 def _cut(config: Any, num_layers: int | None, vision_depth: int | None) -> None:
     text, vision = config.text_config, config.vision_config
+    depth = "depth" if hasattr(vision, "depth") else "num_hidden_layers"
     if num_layers is not None:
         text.num_hidden_layers = num_layers
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:num_layers]
     if vision_depth is not None:
-        vision.depth = vision_depth
+        setattr(vision, depth, vision_depth)
         for name in ("fullatt_block_indexes", "deepstack_visual_indexes"):
             blocks = getattr(vision, name, None)
             if blocks:  # as many as before, in the blocks that are left
                 setattr(vision, name, list(range(vision_depth))[-len(blocks) :])
+        if hasattr(vision, "insert_layer_id"):  # a merger behind this block
+            vision.insert_layer_id = vision_depth // 2 - 1
 
 
 def inputs(config: Any, shape: Shape) -> tuple[list[Tree], dict[str, ProcessedImage]]:
@@ -129,24 +136,24 @@ def prompt_of(config: Any, shape: Shape) -> tuple[Prompt, list[list[int]]]:
 def _prompt(
     config: Any, shape: Shape, key: str, generator: torch.Generator
 ) -> tuple[Prompt, list[list[int]]]:
-    vision, grid = config.vision_config, (1, shape.side, shape.side)
-    merge = vision.spatial_merge_size
-    start, end = (
-        getattr(config, f"vision_{mark}_token_id", None)
-        or getattr(config, f"image_{mark}_token_id")  # GLM's name
+    given, grid = family_of(config.model_type), (1, shape.side, shape.side)
+    sizes = given.patch_sizes(config)
+    # Qwen's names and GLM's; other families have no such tokens in their configuration.
+    marks = [
+        token
+        for kind in ("vision", "image")
         for mark in ("start", "end")
-    )
+        if (token := getattr(config, f"{kind}_{mark}_token_id", None)) is not None
+    ]
     # Words come before the special tokens of a released vocabulary, and after those of a tiny one.
-    first = min(start, end, config.image_token_id)
+    first = min(*marks, config.image_token_id, config.text_config.vocab_size)
     words = (0, first) if first > TINY_SPECIAL else (TINY_SPECIAL, config.text_config.vocab_size)
     text = torch.randint(*words, (shape.text,), generator=generator)
-    tokens = [config.image_token_id] * (shape.side // merge) ** 2
-    shown = [start, *tokens, end]
+    tokens = [config.image_token_id] * (shape.side // sizes.merge) ** 2
+    shown = [*marks[:1], *tokens, *marks[1:]]
     ids = torch.cat([torch.tensor(shown), text])
-    positions, following = mrope_positions(
-        ids, [Span(grid)], vision_token_ids=[config.image_token_id], merge_size=merge
-    )
-    image = random_image(key, vision, grid, generator)
+    image = random_image(key, sizes, grid, generator)
+    positions, following = given.positions(config)(ids, (image,))
     row = Row(0, "", "", (), "", "")
     prompt = Prompt(row, ids, tuple(ids.tolist()), positions, following, (image,))
     answers = torch.randint(*words, shape.answers, generator=generator)

@@ -80,7 +80,8 @@ def test_wide_models_have_released_widths_and_few_layers(family: str) -> None:
     text = published.get("text_config", published)
     for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
         assert getattr(config.text_config, name) == text[name], name
-    assert config.text_config.num_hidden_layers == config.vision_config.depth == 4
+    assert config.text_config.num_hidden_layers == 4
+    assert len(family_of(family).tower(config).blocks) == 4
     assert family_of(family).mapping(config)
 
 

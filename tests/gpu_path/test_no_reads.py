@@ -89,7 +89,8 @@ def one_pass(model: VisionLanguageModel, pack: Pack, images: list[ProcessedImage
     given = scores.logprobs.detach()
     assert pack.columns is not None
     columns = replace(pack.columns, values=given, returns=given, advantages=given)
-    pack.columns = replace(columns, teacher_logprobs=given)
+    numbers = torch.zeros(pack.num_targets, dtype=torch.int64, device=DEVICE)
+    pack.columns = replace(columns, teacher_logprobs=given, teacher_ids=numbers)
     policy = policy_loss(SETTINGS, Update(kl_coefficient=0.0, distillation=FORWARD))
     loss, measures = with_value_loss(SETTINGS, policy, critic_alone=False)(pack, scores)
     assert loss.dtype == torch.float32

@@ -1,23 +1,22 @@
 """Images of random pixels, without a processor."""
 
 import io
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
 from megavlm.data.media.image_processing import PatchFormat, ProcessedImage
+from megavlm.models.common.architecture import PatchSizes
 
 
 def random_image(
-    key: str, vision: Any, grid: tuple[int, int, int], generator: torch.Generator
+    key: str, sizes: PatchSizes, grid: tuple[int, int, int], generator: torch.Generator
 ) -> ProcessedImage:
-    """Return an image of a grid of patches. vision: transformers' configuration of the tower."""
-    patch, temporal = vision.patch_size, vision.temporal_patch_size
-    size = (grid[0] * temporal, grid[1] * patch, grid[2] * patch, 3)
+    """Return an image of a grid of patches."""
+    size = (grid[0] * sizes.frames, grid[1] * sizes.side, grid[2] * sizes.side, 3)
     pixels = torch.randint(256, size, dtype=torch.uint8, generator=generator)
-    cut = PatchFormat((128.0,) * 3, (64.0,) * 3, patch, temporal, vision.spatial_merge_size)
+    cut = PatchFormat((128.0,) * 3, (64.0,) * 3, sizes.side, sizes.frames, sizes.merge)
     return ProcessedImage(key, pixels, cut)
 
 
