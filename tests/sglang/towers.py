@@ -6,11 +6,15 @@ family, and the largest magnitude.
 import json
 import os
 import sys
+from typing import Any
 
 import torch
 from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
 from sglang.srt.layers.attention import vision
+from sglang.srt.layers.attention.vision import VisionAttention
 from sglang.srt.models.glm4v import Glm4vVisionModel
+from sglang.srt.models.internvl import InternVisionModel
+from sglang.srt.models.minicpmv import MiniCPMV_VisionTransformer
 from sglang.srt.models.qwen2_5_vl import Qwen2_5_VisionTransformer
 from sglang.srt.models.qwen2_vl import Qwen2VisionTransformer
 from sglang.srt.models.qwen3_vl import Qwen3VLMoeVisionModel
@@ -40,22 +44,45 @@ def difference(family: str) -> tuple[float, float]:
     ids = {token: index for index, token in enumerate(tiny_family(family).tokens.special)}
     config = tiny_config(family, sizes, 64, ids).vision_config
     torch.manual_seed(0)
-    config.num_dummy_heads = 0  # GLM's models set it before they build the tower
-    tower = TOWERS[family](config, **({} if family.startswith("glm") else {"norm_eps": 1e-6}))
+    config.num_dummy_heads = 0  # SGLang's models set it before they build the tower
+    tower, inputs = tower_of(family, config)
     for parameter in tower.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    ours = [block.attn.qkv_backend for block in tower.blocks]
-    assert all(type(backend) is not vision.VisionSdpaAttention for backend in ours)
+    ours = [part.qkv_backend for part in tower.modules() if isinstance(part, VisionAttention)]
+    assert ours and all(type(part) is not vision.VisionSdpaAttention for part in ours)
+    with torch.no_grad():
+        found = tower(**inputs)
+        for backend in ours:
+            backend.__class__ = vision.VisionSdpaAttention
+        expected = tower(**inputs)
+    found, expected = (x if isinstance(x, torch.Tensor) else x[0] for x in (found, expected))
+    return (found - expected).abs().max().item(), expected.abs().max().item()
+
+
+def tower_of(family: str, config: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a tower, and its inputs for images of `GRIDS`, or of equal tiles."""
+    if family == "internvl":
+        values = {"text_config": {"rope_theta": 1.0}}
+        for name, value in FAMILIES[family].served_values(values)["vision_config"].items():
+            setattr(config, name, value)
+        return InternVisionModel(config), {"pixel_values": torch.randn(3, 3, *config.image_size)}
+    if family == "minicpmv4_6":
+        sizes = torch.tensor([[h, w] for _, h, w in GRIDS if h % 4 == w % 4 == 0])
+        lengths = sizes.prod(1)
+        longest = int(lengths.max())
+        return MiniCPMV_VisionTransformer(config), {
+            "pixel_values": torch.randn(
+                len(sizes), 3, config.patch_size, longest * config.patch_size
+            ),
+            "patch_attention_mask": (torch.arange(longest) < lengths[:, None])[:, None],
+            "target_sizes": sizes,
+        }
+    tower = TOWERS[family](config, **({} if family.startswith("glm") else {"norm_eps": 1e-6}))
     frames = [[1, *size] for count, *size in GRIDS for _ in range(count)]
     # SGLang gives GLM's towers each frame of a video by itself.
     grids = torch.tensor(frames if family.startswith("glm") else GRIDS)
     pixels = torch.randn(int(grids.prod(1).sum()), 3 * 2 * config.patch_size**2)
-    with torch.no_grad():
-        found = tower(pixels, grids)
-        for backend in ours:
-            backend.__class__ = vision.VisionSdpaAttention
-        expected = tower(pixels, grids)
-    return (found - expected).abs().max().item(), expected.abs().max().item()
+    return tower, {"x": pixels, "grid_thw": grids}
 
 
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
