@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavlm.data.media.image_processing import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_layers import (
+    PaddedLinear,
     Segments,
     activation,
     attend,
@@ -127,7 +129,7 @@ class VisionTower(Tower):
         size, patch = config.hidden_size, config.patch_size
         self.table_side = config.image_size // patch
         self.blocks_before = config.insert_layer_id + 1
-        self.patch_embed = nn.Linear(config.num_channels * patch**2, size)
+        self.patch_embed = PaddedLinear(config.num_channels * patch**2, size, size)
         self.position_embedding = nn.Embedding(self.table_side**2, size)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.window_merger = WindowMerger(config)
@@ -142,7 +144,8 @@ class VisionTower(Tower):
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         device, before = patches.device, self.blocks_before
         places = pack_values(grids, lambda h, w: nearest_positions(h, w, self.table_side))
-        x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
+        patches = patches.to(self.position_embedding.weight.dtype)
+        x = self.patch_embed(F.pad(patches, (0, -patches.size(1) % 8)))
         x = x + self.position_embedding(places.to(device))
         nothing, whole = x.new_empty(0), Segments.frames(grids, device)
         x, _ = self.run_blocks(x, nothing, nothing, [whole] * before)

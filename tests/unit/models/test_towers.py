@@ -263,8 +263,8 @@ def test_widths_of_released_towers_suit_tensor_cores(release: str, tmp_path: Pat
         config.vision_config.deepstack_visual_indexes = [0]
     with torch.device("meta"):
         tower = part(config.model_type, "vision").VisionTower(config).bfloat16()
-        side = 32 if hasattr(tower, "cls_token") else 8
         sizes = part(config.model_type, "config").patch_sizes(config)
+        side = 32 if hasattr(tower, "cls_token") else 4 * sizes.merge  # 16 tokens
         patches = torch.empty(side**2, 3 * sizes.frames * sizes.side**2)
     with Operators() as operators:
         tower(patches, [(1, side, side)]).sum().backward()
