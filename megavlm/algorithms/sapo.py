@@ -10,7 +10,7 @@ def sapo(inputs: PolicyInputs, settings: PolicyOptimization) -> PolicyTerm:
     """Compute -(4 / tau) sigmoid(tau (ratio - 1)) A per token, with `tau_pos` for tau where A > 0
     and `tau_neg` elsewhere.
 
-    The gradient is that of the plain policy gradient at ratio 1 and decreases smoothly on both
+    The gradient equals the plain policy gradient at ratio 1 and decreases smoothly on both
     sides, so that no token is clipped.
     """
     ratio, advantages = ratios(inputs.logprobs, inputs.old_logprobs), inputs.advantages

@@ -38,9 +38,9 @@ _COORDINATES = {
 class View:
     """What a screen shows.
 
-    picture: Encoded file of the screenshot. text: What the policy reads beside it, such as a tree
-    of accessible elements. marks: Boxes (left, top, right, bottom) of the elements that can be
-    clicked, in pixels of the picture.
+    picture: Encoded file of the screenshot. text: Text that the policy reads with it, such as a
+    tree of accessible elements. marks: Boxes (left, top, right, bottom) of the elements that can
+    be clicked, in pixels of the picture.
     """
 
     picture: bytes
@@ -108,11 +108,11 @@ class Computer(ToolEnvironment):
             )
 
     async def open(self, row: Example, seed: int) -> str:
-        """Open the screen, and return what is asked there, "" if the row's prompt asks."""
+        """Open the screen, and return the task that it shows, "" if the row's prompt asks."""
         raise NotImplementedError
 
     async def look(self) -> View:
-        """Return what the screen shows."""
+        """Return the present view of the screen."""
         raise NotImplementedError
 
     async def act(self, action: Action) -> None:
@@ -234,8 +234,8 @@ class Computer(ToolEnvironment):
         return x, y
 
     def _described(self, shown: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a tool as the options make it: with the form of its coordinates, and with marks
-        only where there are any.
+        """Return a tool as the options make it. Its description has the form of the coordinates,
+        and its parameters have marks only where there are any.
         """
         function = shown["function"]
         text = function["description"].replace("{coordinates}", _COORDINATES[self._coordinates])

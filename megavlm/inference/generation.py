@@ -72,8 +72,8 @@ class GenerationBatch:
     `on_complete` is called with []; for later turns, `ask` raises RequestTimedOut. If a server
     refuses a later turn, `ask` always raises RequestRefused.
 
-    scored: Responses to the only prompt, n of them. They are not sampled, but returned with what
-    the servers say of them as a teacher.
+    scored: Responses to the only prompt, n of them. They are not sampled, but returned with the
+    log-probs that the servers give them as a teacher.
 
     show: Callback for a progress line. beat: Callback for each answer.
 

@@ -78,8 +78,8 @@ class TopTokens(NamedTuple):
 
 
 class TeacherLogprobs(NamedTuple):
-    """What a teacher says of a response of T tokens, at temperature 1: the log-prob of each, and
-    its likeliest tokens if it was asked for them.
+    """A teacher's log-probs of a response of T tokens, at temperature 1, and its likeliest tokens
+    if it was asked for them.
     """
 
     logprobs: npt.NDArray[np.float32]  # [T]
@@ -121,7 +121,7 @@ class Response:
     teacher_top: TopTokens | None = None
 
     def with_scores(self, found: TeacherLogprobs) -> "Response":
-        """Return the response with what a teacher says of it."""
+        """Return the response with a teacher's log-probs."""
         return replace(self, teacher_logprobs=found.logprobs, teacher_top=found.top)
 
     @property

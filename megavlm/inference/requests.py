@@ -198,7 +198,7 @@ class Request:
 
     def parse(self, answer: Any, sampling_params: SamplingParams) -> list[list[Response]]:
         """Return the responses of each prompt, including responses that were already complete.
-        Scored responses have what a teacher says of them.
+        Scored responses have a teacher's log-probs.
 
         Raises as `parse_generate` does.
         """

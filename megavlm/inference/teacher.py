@@ -35,8 +35,8 @@ LONGEST_PAUSE = 30.0  # seconds that a failed server is left out at most
 class Teacher:
     """Client of the servers of `distillation.teachers.NAME`. Used within one event loop.
 
-    Servers are asked in turn. One that fails is left out for a pause, which grows with each further
-    failure, and is asked again then.
+    Servers are asked in turn. One that fails is left out for a pause and then asked again. The
+    pause grows with each further failure.
     """
 
     def __init__(self, settings: Distillation, name: str) -> None:

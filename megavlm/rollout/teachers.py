@@ -36,7 +36,7 @@ class Teachers:
         self, group: Group, generate: Generate, rewards: RewardManager, where: str
     ) -> None:
         """Add the teacher's log-probs to the responses of a group, apart from those that are not
-        trained on. A failure is that of a reward.
+        trained on. A failure counts as a failed reward.
 
         generate: Scores by the policy itself. where: Name of the environment and the row, for
         messages. Raises ValueError for images that the teacher does not take and for a prompt

@@ -81,7 +81,7 @@ class Browser(Computer):
             the row names may be a URL.
         chromium: Path of Chromium; None finds it.
         accessibility: True shows the tree of accessible elements as text beside the screenshot.
-        coordinates, marks, seconds, show_tools: Of Computer.
+        coordinates, marks, seconds, show_tools: The options of Computer.
         """
         super().__init__(context, coordinates, marks, seconds, show_tools)
         self._pages, self._origins, self._program = pages, tuple(origins), chromium
@@ -138,7 +138,7 @@ class Browser(Computer):
         return await self._run(self._page.evaluate(script, argument))
 
     async def look(self) -> View:
-        """Return a screenshot of the part of the page that is seen, with what dialogs have said."""
+        """Return a screenshot of the part of the page that is seen, with the texts of dialogs."""
         page, said = self._page, self._said
         self._said = []
         picture = await self._run(_screenshot(page))
@@ -148,7 +148,9 @@ class Browser(Computer):
         return View(picture, "\n".join([*said, tree]).strip(), marks)
 
     async def act(self, action: Action) -> None:
-        """Do an action, and wait for what it begins. Raises BrowserError for an unknown key."""
+        """Do an action, and wait until the page has settled. Raises BrowserError for an unknown
+        key.
+        """
         await self._run(self._do(action))
 
     async def close(self) -> None:
@@ -177,7 +179,7 @@ class Browser(Computer):
             pass  # it is shown as far as it has loaded
 
     async def _dismiss(self, dialog: Dialog) -> None:
-        """Accept a dialog, which no screenshot shows, and keep what it says for the policy."""
+        """Accept a dialog, because no screenshot shows it, and keep what it says for the policy."""
         self._said = [*self._said, f"{dialog.type}: {dialog.message[:200]}"][-3:]
         try:
             await dialog.accept()

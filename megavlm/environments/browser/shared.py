@@ -23,8 +23,8 @@ _LOCK = threading.Lock()
 class Settings:
     """What the sessions of a browser share.
 
-    program: Path of Chromium. pages: Folder that is served as http://pages.test. origins: Hosts
-    that pages may reach besides, as Chromium's proxy bypass rules write them.
+    program: Path of Chromium. pages: Folder that is served as http://pages.test. origins: Further
+    hosts that pages may reach, as Chromium's proxy bypass rules write them.
     """
 
     program: str
@@ -63,8 +63,8 @@ class SharedBrowser:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def open(self, **options: Any) -> BrowserContext:
-        """Open a context, which shares nothing with others. options: Of Browser.new_context. Raises
-        ValueError if the browser does not start.
+        """Open a context that shares nothing with others. options: Arguments of
+        Browser.new_context. Raises ValueError if the browser does not start.
         """
         return await self.run(self._open(options))
 

@@ -78,7 +78,7 @@ def rotary(hf_config: Any) -> Rotary:
     """Return the rotary embedding: all frequencies rotate with one axis. Raises ValueError for one
     that is not implemented.
 
-    InternVL3 has a dynamic scaling, which changes nothing up to `max_position_embeddings`.
+    The dynamic scaling of InternVL3 changes nothing up to `max_position_embeddings`.
     """
     text = hf_config.text_config
     parameters = text.rope_parameters
@@ -99,7 +99,7 @@ def patch_sizes(hf_config: Any) -> PatchSizes:
 
 def served_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of a config.json with which SGLang 0.5.23 serves transformers' form of the
-    model: as Intern-S1, which is the same architecture.
+    model, as Intern-S1, whose architecture is the same.
 
     SGLang would apply the dynamic scaling of the rotary embedding at all positions, where
     transformers applies it only beyond `max_position_embeddings`.

@@ -80,7 +80,7 @@ class TiledImages(ImageProcessor):
 
 
 class FrameVideos(VideoProcessor):
-    """Videos: the number of each frame as text, and its tokens as those of an image of one tile."""
+    """Videos: the number of each frame as text, and the tokens of an image of one tile."""
 
     def __init__(self, hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> None:
         """Wrap the video processor of transformers' InternVLProcessor. Raises ValueError for

@@ -71,7 +71,7 @@ class Block(nn.Module):
         self.scale2 = nn.Parameter(torch.full((size,), config.layer_scale_init_value))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        """Run the block, which uses neither cos nor sin."""
+        """Run the block. It uses neither cos nor sin."""
         x = x + self.scale1 * self.attn(self.norm1(x), segments)
         return x + self.scale2 * self.mlp(self.norm2(x))
 

@@ -1,4 +1,4 @@
-"""Language model of MiniCPM-V 4.6, which is Qwen3.5's, and its tower, as plain values."""
+"""Language model of MiniCPM-V 4.6, a Qwen3.5, and its tower, as plain values."""
 
 from collections.abc import Mapping
 from typing import Any

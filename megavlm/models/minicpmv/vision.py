@@ -63,7 +63,7 @@ class Block(nn.Module):
         self.mlp = MLP(size, config.intermediate_size, config.hidden_act)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        """Run the block, which uses neither cos nor sin."""
+        """Run the block. It uses neither cos nor sin."""
         x = x + self.attn(self.norm1(x), segments)
         return x + self.mlp(self.norm2(x))
 

@@ -35,13 +35,13 @@ class MiniWoB(Browser):
         """Store the options.
 
         pages: Folder with MiniWoB++'s pages (html of the package miniwob); None finds the package.
-        scale: Pixels of a screenshot for each of the page's. options: Of Browser.
+        scale: Pixels of a screenshot for each of the page's. options: The options of Browser.
         """
         folder = str(_pages() if pages is None else pages)
         super().__init__(context, folder, SIZE, scale, **options)
 
     async def open(self, row: Example, seed: int) -> str:
-        """Begin the row's task, and return what it asks."""
+        """Begin the row's task, and return its question."""
         await self.open_page(f"miniwob/{row.extra['task']}.html")
         asked: str = await self.evaluate(_BEGIN, [row.extra["seed"], _NO_LIMIT])
         return asked
@@ -55,8 +55,8 @@ class MiniWoB(Browser):
 
 
 def _pages() -> Path:
-    """Return the folder of the package's pages, which is not imported: it would need selenium.
-    Raises ValueError if it is not installed.
+    """Return the folder of the package's pages. The package is not imported, because it would need
+    selenium. Raises ValueError if it is not installed.
     """
     found = importlib.util.find_spec("miniwob")
     places: Sequence[str] = (found and found.submodule_search_locations) or ()

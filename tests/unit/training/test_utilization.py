@@ -24,7 +24,10 @@ def segment(length: int, parent: int, images: tuple[str, ...] = ()) -> Segment:
 def test_flops_of_a_step() -> None:
     """A prompt of two tokens with an image, and two responses of one token; twice."""
     tree = Tree((segment(2, -1, ("a",)), segment(1, 0), segment(1, 0)))
-    images: Any = {"a": SimpleNamespace(grid=(1, 2, 2)), "b": SimpleNamespace(grid=(1, 2, 4))}
+    images: Any = {
+        "a": SimpleNamespace(grids=((1, 2, 2),)),
+        "b": SimpleNamespace(grids=((1, 2, 4),)),
+    }
     flops = StepFlops.of(COST, [tree, tree], images, output=100.0)
     attended = 2 * 1.5 + 2 * (2 + 1)
     assert flops == StepFlops(2 * (4 * 10 + attended + 2 * 100), 3 * 4 + 3 * 8)
