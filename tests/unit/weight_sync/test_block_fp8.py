@@ -75,9 +75,10 @@ def test_experts_are_quantised_one_by_one_as_sglang_quantises_a_stack() -> None:
 def config_of(model_type: str) -> Any:
     """Of a model whose shards are whole blocks along the dims that are cut, not along others."""
     sizes = {"hidden_size": 512, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 512}
-    if "head_dim" in tiny_family(MODEL_TYPES.get(model_type, model_type)).options:
+    options = tiny_family(MODEL_TYPES.get(model_type, model_type)).options
+    if "head_dim" in options:
         sizes |= {"hidden_size": 192, "head_dim": 128}
-    if "linear_head_dim" in tiny_family(model_type).options:
+    if "linear_head_dim" in options:
         sizes["linear_head_dim"] = 128
     if "moe" in model_type:
         sizes["moe_ffn_size"] = 512
