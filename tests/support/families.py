@@ -58,7 +58,7 @@ def small_config(family: str, **sizes: Any) -> Any:
         plain["num_experts"] = 4
     if "head_dim" in tiny_family(kind).options:
         plain["head_dim"] = 16  # 8 heads of it are more than 64
-    if "linear_head_dim" in tiny_family(family).options:
+    if "linear_head_dim" in tiny_family(kind).options:
         plain["num_layers"] = 4  # the fourth has attention
     if family == "qwen3_5_moe":
         plain["moe_ffn_size"] = 48
