@@ -265,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         place = f": {error.filename}" if error.filename else ""
         _fail(f"{str(error.strerror or error).removesuffix('.')}{place}.")
     except RuntimeError as error:
-        from megavlm.checkpointing.all_ranks import CheckpointError
+        from megavlm.process import CheckpointError
 
         if not isinstance(error, CheckpointError):
             raise

@@ -41,6 +41,14 @@ class ExitCode(IntEnum):
     STOPPED = 75  # stopped on request, or by its time limit, with a checkpoint: start it again
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written. Older checkpoints are intact."""
+
+
+class NotFiniteError(RuntimeError):
+    """Too many updates in a row had non-finite gradients."""
+
+
 @contextmanager
 def loading_packages() -> Iterator[None]:
     """Import without garbage collection, which takes a fifth of the time and finds nothing: what
@@ -88,6 +96,25 @@ def stop_at_once() -> None:
 
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
+
+
+@contextmanager
+def stop_deferred() -> Iterator[None]:
+    """Handle requests to stop after the context, so that no exception is raised within it. One that
+    passes through an import of Triton, for example, would abort the process in C++.
+    """
+    asked: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda caught, _: asked.append(caught))
+        for number in STOP_SIGNALS
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if asked:
+        signal.raise_signal(asked[0])
 
 
 def die_with(parent: int) -> None:

@@ -7,11 +7,9 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import CheckpointException
 
+from megavlm.process import CheckpointError
+
 T = TypeVar("T")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written. Older checkpoints are intact."""
 
 
 def run_on_all_ranks(

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megavlm.checkpointing import atomic
 from megavlm.checkpointing.adapter_settings import AdapterSettings
-from megavlm.checkpointing.all_ranks import CheckpointError, run_on_all_ranks
+from megavlm.checkpointing.all_ranks import run_on_all_ranks
 from megavlm.checkpointing.checksums import Sums, file_checksums
 from megavlm.checkpointing.folder import (
     HF_FILES,
@@ -28,6 +28,7 @@ from megavlm.checkpointing.random_states import random_states_file, write_random
 from megavlm.checkpointing.retention import Retention, prune
 from megavlm.checkpointing.snapshot import Snapshot, Written
 from megavlm.checkpointing.state import TrainedState, current_layout
+from megavlm.process import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from megavlm.checkpointing.all_ranks import CheckpointError
 from megavlm.checkpointing.save import PendingSave, SaveTarget, begin_save
 from megavlm.checkpointing.state import TrainedState
 from megavlm.parallel import platform
 from megavlm.parallel.mesh import TIMEOUT
+from megavlm.process import CheckpointError
 
 JOIN_TIMEOUT = 60.0  # seconds
 

@@ -15,6 +15,7 @@ import psutil
 from megavlm.config.schema import Config
 from megavlm.process import ExitCode, leave
 from megavlm.run.launcher import AGENT_PID, REASON_FILE
+from megavlm.writing import write_whole
 
 PATIENCE = 5.0  # seconds that a rank waits for a lost peer to report the reason
 CODE_KEY = "megavlm/exit_code"  # in the store by which the nodes of a run have met
@@ -127,8 +128,7 @@ def keep_traceback(config: Config) -> str:
     """
     path = Path(config.run.dir, "error.txt")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(traceback.format_exc(), encoding="utf-8")
+        write_whole(path, traceback.format_exc().encode())  # several ranks may write it
     except OSError:
         return ""
     return f" (traceback: {path})"

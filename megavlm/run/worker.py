@@ -15,7 +15,17 @@ from megavlm.config.schema import Config
 from megavlm.inference.errors import RolloutRequestError, RolloutServerError, WeightSyncError
 from megavlm.observability.progress import Progress
 from megavlm.parallel import platform
-from megavlm.process import ExitCode, Stopped, die_with, leave, loading_packages, stop_at_once
+from megavlm.process import (
+    CheckpointError,
+    ExitCode,
+    NotFiniteError,
+    Stopped,
+    die_with,
+    leave,
+    loading_packages,
+    stop_at_once,
+    stop_deferred,
+)
 from megavlm.rewards.base import RewardStop
 from megavlm.run.exit_reason import (
     claim_reason,
@@ -49,11 +59,6 @@ def run(phase: "Phase", config: Config) -> NoReturn:
         except (RolloutServerError, RolloutRequestError, WeightSyncError, OSError) as error:
             _explain(error, ExitCode.TRANSIENT, config)
         except RuntimeError as error:
-            # Imported late, because it imports megatron-core, and the platform must be installed
-            # before.
-            from megavlm.checkpointing.all_ranks import CheckpointError
-            from megavlm.training.guards import NotFiniteError
-
             if isinstance(error, CheckpointError):
                 _explain(error, ExitCode.TRANSIENT, config)
             if isinstance(error, NotFiniteError):
@@ -82,7 +87,7 @@ def _work(phase: "Phase", config: Config, progress: Progress, *, is_first: bool)
         progress.begin("checking the recipe")
         preflight.check(config, world_size=int(os.environ["WORLD_SIZE"]), phase=phase)
     progress.begin("loading packages")
-    with loading_packages():
+    with stop_deferred(), loading_packages():
         _prepare()
         from megavlm.run.evaluate import evaluate_models
         from megavlm.run.rollout import record_rollouts
@@ -105,4 +110,6 @@ def _prepare() -> None:
 
 
 def _explain(error: Exception, code: ExitCode, config: Config) -> NoReturn:
-    end_run(f"{error}{keep_traceback(config)}", code)
+    # torchrun stops this rank as soon as another has failed; the report is still written whole.
+    with stop_deferred():
+        end_run(f"{error}{keep_traceback(config)}", code)

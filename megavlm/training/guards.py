@@ -8,15 +8,11 @@ from types import FrameType
 from typing import Any, Self
 
 from megavlm.parallel.collectives import any_rank
-from megavlm.process import STOP_SIGNALS, Stopped
+from megavlm.process import STOP_SIGNALS, NotFiniteError, Stopped
 
 MAX_SKIPPED = 5
 SLURM_END = "SLURM_JOB_END_TIME"  # Unix seconds, in the environment of a job
 MARGIN = 60.0  # seconds, added to twice the longest step with its evaluation and checkpoint
-
-
-class NotFiniteError(RuntimeError):
-    """Too many updates in a row had non-finite gradients."""
 
 
 class SkipCounter:

@@ -29,8 +29,9 @@ from megavlm.models.common.lora import adapters, add_adapters
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import reduce_measures
 from megavlm.parallel.mesh import Mesh, build_mesh
+from megavlm.process import NotFiniteError
 from megavlm.training.forward_backward import compute_logprobs, forward_backward
-from megavlm.training.guards import MAX_SKIPPED, NotFiniteError
+from megavlm.training.guards import MAX_SKIPPED
 from megavlm.training.losses import supervised_loss
 from megavlm.training.optimizer import Updater, build_updater
 from megavlm.training.reference import reference

@@ -35,6 +35,35 @@ print("the last line", end="")
 """
 
 
+# Triton's C++ code makes enumerations while it is imported.
+STOPPED_IN_IMPORT = """
+import enum, os, signal, sys
+from megavlm.process import Stopped, stop_at_once, stop_deferred
+
+def init(self, *arguments):
+    if "triton" in sys.modules:
+        enum.Enum.__init__ = made
+        os.kill(os.getpid(), signal.SIGTERM)
+    made(self, *arguments)
+
+made, enum.Enum.__init__ = enum.Enum.__init__, init
+stop_at_once()
+try:
+    with stop_deferred():
+        import triton
+        print("imported")
+    print("not stopped")
+except Stopped:
+    assert enum.Enum.__init__ is made
+    print("stopped")
+"""
+
+
+def test_a_request_to_stop_waits_for_the_end_of_an_import() -> None:
+    done = subprocess.run([sys.executable, "-c", STOPPED_IN_IMPORT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "imported\nstopped\n"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("end", "code", "output"),
     [("", 0, "the last linefreed\n"), ("leave(3)", 3, "the last line")],

@@ -13,8 +13,8 @@ from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import Ranks, import_hf, share
 from checkpoint_tools.safetensors_io import UnmappedHFFolder
 from checkpoint_tools.weights import hub_weights, open_weights
-from megavlm.checkpointing.all_ranks import CheckpointError
 from megavlm.checkpointing.writer import RecordFile
+from megavlm.process import CheckpointError
 from tests.parity.table import FAMILIES
 from tests.support.fork import launch
 from tests.unit.checkpoint_tools.conftest import Folder

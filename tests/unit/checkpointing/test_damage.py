@@ -8,7 +8,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from megavlm.checkpointing.all_ranks import CheckpointError
 from megavlm.checkpointing.atomic import partial_path
 from megavlm.checkpointing.folder import (
     Manifest,
@@ -20,6 +19,7 @@ from megavlm.checkpointing.folder import (
 from megavlm.checkpointing.retention import Retention, prune
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.checkpointing.saver import Saver
+from megavlm.process import CheckpointError
 from tests.support.fork import launch
 from tests.unit.checkpointing.ranks import ONE_RANK, Name, Run, make_hf, start
 

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from megavlm.checkpointing import atomic, snapshot
 from megavlm.checkpointing import save as saving
-from megavlm.checkpointing.all_ranks import CheckpointError
 from megavlm.checkpointing.folder import Manifest, complete_steps, latest_step
 from megavlm.checkpointing.retention import Retention
 from megavlm.checkpointing.save import SaveTarget
 from megavlm.checkpointing.saver import Saver
 from megavlm.checkpointing.snapshot import Snapshot
+from megavlm.process import CheckpointError
 from tests.support.fork import launch
 from tests.support.levels import slow
 from tests.unit.checkpointing.ranks import ONE_RANK, TP2, Run, make_hf, start

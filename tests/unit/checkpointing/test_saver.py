@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from megavlm.checkpointing import saver
-from megavlm.checkpointing.all_ranks import CheckpointError
 from megavlm.checkpointing.folder import Manifest, complete_steps, latest_step, step_folder
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.retention import Retention
@@ -19,6 +18,7 @@ from megavlm.checkpointing.save import SaveTarget
 from megavlm.checkpointing.saver import Saver
 from megavlm.checkpointing.snapshot import Snapshot, Written
 from megavlm.parallel.collectives import any_rank
+from megavlm.process import CheckpointError
 from megavlm.training.guards import StopRequest, TimeLimit
 from tests.parity.table import LAYOUTS, Ranks
 from tests.support.fork import launch

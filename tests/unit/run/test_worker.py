@@ -16,12 +16,12 @@ from megavlm.parallel import platform
 from megavlm.run import worker
 
 platform.install()
-from megavlm.checkpointing.all_ranks import CheckpointError
+from megavlm.process import CheckpointError
 from megavlm.rewards.base import RewardStop
 from megavlm.inference.errors import RolloutRequestError, WeightSyncError
 from megavlm.run import train
 from megavlm.run.checks import preflight
-from megavlm.training.guards import NotFiniteError
+from megavlm.process import NotFiniteError
 
 heavy = {"matplotlib", "scipy.stats", "sglang", "torch._dynamo"} & set(sys.modules)
 assert not heavy, f"each rank would load these: {heavy}"
