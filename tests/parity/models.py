@@ -35,6 +35,8 @@ SIZES: dict[str, dict[str, Any]] = {
     # As Qwen3.5, whose language model it has.
     "minicpmv4_6": {"init_std": 0.02},
 }
+# InternVL3.5's dense language models are Qwen3; InternVL3's, without `head_dim`, are Qwen2.
+TIED_SIZES: dict[str, dict[str, Any]] = {"internvl": {"head_dim": 24}}
 
 
 def model_folder(family: str, *, tied: bool = False, bf16: bool = False) -> Path:
@@ -55,6 +57,7 @@ def model_folder(family: str, *, tied: bool = False, bf16: bool = False) -> Path
 
 def make_model(folder: Path, family: str, tied: bool) -> None:
     """Norms and biases drawn at random too, and weights large enough to matter."""
+    sizes = SIZES[family] | (TIED_SIZES.get(family, {}) if tied else {})
     make_tiny_model(
         folder,
         [QUESTION] * 10,
@@ -66,7 +69,7 @@ def make_model(folder: Path, family: str, tied: bool) -> None:
         vision_depth=4,
         tied_embeddings=tied,
         randomise_norms_and_biases=True,
-        **{"init_std": 0.05, **SIZES[family]},
+        **{"init_std": 0.05, **sizes},
     )
 
 
