@@ -67,7 +67,8 @@ class ResizedImages(ImageProcessor):
         """
         processor = self._processor
         values = processor.process_image(picture)
-        height, width = self.resized_size(*values.shape[-2:], self._low, self._high)
+        height, width = values.shape[-2:]
+        height, width = self.resized_size(height, width, self._low, self._high)
         resized = resize(processor, values, height, width)
         processed = self.processed(resized.permute(1, 2, 0)[None].contiguous())
         # Rounding to whole patches can move a narrow image out of the bounds again.
