@@ -77,10 +77,10 @@ def export_hf(
     """Write the weights of a step (default: the latest) under hub names, with the model's other
     files and a model card. Adapters are merged, so that the folder holds the trained model.
 
-    Reads any layout and holds two tensors in memory; each expert counts as one tensor. alpha: alpha
-    of the adapters, if the step does not record it. like: as in `step_weights`. Raises ValueError
-    if the step is missing, damaged or incomplete, if a value is too large for the dtype, or as
-    `output_folder` does.
+    Reads any layout and holds two tensors in memory; each expert counts as one tensor. `alpha`
+    is the adapters' alpha, for a step that does not record it. `like` is described in
+    `step_weights`. Raises ValueError if the step is missing, damaged or incomplete, if a value is
+    too large for the dtype, and for every reason that `output_folder` has.
     """
     weights = step_weights(checkpoint_dir, step, like=like)
     adapters = None

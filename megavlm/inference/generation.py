@@ -59,8 +59,8 @@ class GenerationBatch:
     """Generation of n responses to each of `prompts`. With n = 0, prompts get no response, and
     `on_complete` runs for all of them at once.
 
-    groups: The responses of each prompt, lists that are filled in place. A group is complete,
-    partly aborted, or empty.
+    groups: One list of responses for each prompt, filled in place. A group is complete, partly
+    aborted, or empty.
 
     version: Weight version that must generate the responses. None takes any version that `accepts`
     returns True for; responses aborted by a weight push are then continued, as often as needed.

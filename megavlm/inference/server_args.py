@@ -143,8 +143,8 @@ class ServerOptions:
     def environment(self, first_core: int = 0) -> dict[str, str]:
         """Return this process's environment, with torchrun's variables removed and SGLang's added.
 
-        first_core: On a CPU, ranks of a tensor-parallel server are bound to cores from this one on,
-        one core each.
+        first_core: On a CPU, each rank of a tensor-parallel server is bound to one core. The first
+            rank gets this core, and the others the cores after it.
         """
         torchrun = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC")
         variables = {

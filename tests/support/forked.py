@@ -24,7 +24,7 @@ import torch
 
 from megavlm.parallel import platform
 from tests.support.fork_start import forget_parent, run_and_exit, take_streams
-from tests.support.forked_servers import forking_servers
+from tests.support.forked_servers import execution, forking_servers, keep_own_ends
 
 FORKED = ("megavlm", "megavlm.run.launcher")
 # What the command, torchrun and ranks import late.
@@ -54,53 +54,25 @@ def forking(*, servers: bool = True) -> Iterator[None]:
         subprocess.Popen._execute_child = _execute  # type: ignore[attr-defined]
 
 
-def _fork_or_execute(
-    popen: Any,
-    args: Any,
-    executable: Any,
-    preexec_fn: Any,
-    close_fds: Any,
-    pass_fds: Any,
-    cwd: Any,
-    env: Any,
-    startupinfo: Any,
-    creationflags: Any,
-    shell: Any,
-    p2cread: int,
-    p2cwrite: int,
-    c2pread: int,
-    c2pwrite: int,
-    errread: int,
-    errwrite: int,
-    restore_signals: bool,
-    gid: Any,
-    gids: Any,
-    uid: Any,
-    umask: int,
-    start_new_session: bool,
-    process_group: int,
-) -> None:
+def _fork_or_execute(popen: Any, args: Any, *rest: Any) -> None:
     """Stand in for Popen's method of the same arguments."""
     words = [str(word) for word in args] if isinstance(args, list | tuple) else []
     module = words.index("-m") + 1 if "-m" in words else 0
     if not module or words[0] != sys.executable or words[module] not in FORKED:
-        _execute(
-            popen, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo,
-            creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite,
-            restore_signals, gid, gids, uid, umask, start_new_session, process_group,
-        )  # fmt: skip
+        _execute(popen, args, *rest)
         return
-    assert preexec_fn is None and not pass_fds and not shell
+    call = execution(popen, args, *rest)
+    assert call.preexec_fn is None and not call.pass_fds and not call.shell
     popen.pid = os.fork()
     if popen.pid == 0:
         try:
-            if start_new_session:
+            if call.start_new_session:
                 os.setsid()
             setproctitle.setproctitle(" ".join(words))  # before the environment moves
-            take_streams(p2cread, c2pwrite, errwrite)
-            os.chdir(cwd or ".")
+            take_streams(call.p2cread, call.c2pwrite, call.errwrite)
+            os.chdir(call.cwd or ".")
             faulthandler.disable()
-            forget_parent(env)
+            forget_parent(call.env)
             path = os.environ.get("PYTHONPATH")
             sys.path[:0] = [os.getcwd(), *(path.split(os.pathsep) if path else [])]
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -110,5 +82,4 @@ def _fork_or_execute(
             )
         finally:
             os._exit(1)  # never into the test
-    popen._child_created = True
-    popen._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+    keep_own_ends(call)

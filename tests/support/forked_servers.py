@@ -7,6 +7,7 @@ executed, but it is a child of another process.
 """
 
 import functools
+import inspect
 import json
 import os
 import select
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megavlm import sglang_cpu
@@ -33,6 +35,7 @@ PROGRAMS = [
     [str(TESTS / "sglang/towers.py")],
     [str(TESTS / "gpu_path/sglang_receiver.py")],
 ]
+_PARAMETERS = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -81,44 +84,33 @@ def _start() -> tuple[str | bytes, "subprocess.Popen[bytes]"]:
         return listener.getsockname(), process
 
 
-def _fork(
-    popen: Any,
-    args: Any,
-    executable: Any,
-    preexec_fn: Any,
-    close_fds: Any,
-    pass_fds: Any,
-    cwd: Any,
-    env: Any,
-    startupinfo: Any,
-    creationflags: Any,
-    shell: Any,
-    p2cread: int,
-    p2cwrite: int,
-    c2pread: int,
-    c2pwrite: int,
-    errread: int,
-    errwrite: int,
-    restore_signals: bool,
-    gid: Any,
-    gids: Any,
-    uid: Any,
-    umask: int,
-    start_new_session: bool,
-    process_group: int,
-) -> None:
+def execution(*args: Any) -> SimpleNamespace:
+    """Return the arguments of a call of `Popen._execute_child`, by name."""
+    return SimpleNamespace(**_PARAMETERS.bind(*args).arguments)
+
+
+def keep_own_ends(call: SimpleNamespace) -> None:
+    """Close the child's ends of the pipes in this process, as `_execute_child` does at its end."""
+    call.self._child_created = True
+    call.self._close_pipe_fds(
+        call.p2cread, call.p2cwrite, call.c2pread, call.c2pwrite, call.errread, call.errwrite
+    )
+
+
+def _fork(*args: Any) -> None:
+    call = execution(*args)
+    popen = call.self
     address, _ = _start()
     asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     asked.connect(address)
-    request = {"words": args, "environment": dict(env), "folder": os.getcwd()}
+    request = {"words": call.args, "environment": dict(call.env), "folder": os.getcwd()}
     streams = [
         number if stream == -1 else stream
-        for number, stream in enumerate((p2cread, c2pwrite, errwrite))
+        for number, stream in enumerate((call.p2cread, call.c2pwrite, call.errwrite))
     ]
     socket.send_fds(asked, [json.dumps(request).encode()], streams)
     popen.pid = int(asked.recv(32))
-    popen._child_created = True
-    popen._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+    keep_own_ends(call)
 
     def wait(pid: int, flags: int) -> tuple[int, int]:
         """Stand in for os.waitpid, because the server is another process's child."""

@@ -219,8 +219,8 @@ class ProcessedImage:
 
     @property
     def contents(self) -> tuple[Tensor, ...]:
-        """Frames [F, H, W, 3] of each part: of an overview and of slices, or of all. Those of an
-        image without tiles are there also after `for_request`.
+        """Frames [F, H, W, 3] of each part. An image with slices has two parts, the overview and
+        the slices; any other image has one, which is kept by `for_request` if it has no tiles.
         """
         if self.pixels.is_meta and self.picture is None:
             return (self._shown[None],)
@@ -271,8 +271,8 @@ class ImageProcessor:
         return image
 
     def prompt_length(self, data: bytes, number: int) -> int:
-        """Return the number of tokens of a prompt for an image, from its header only. number: As in
-        `prompt_ids`. Raises ValueError for a header that cannot be read.
+        """Return the number of tokens of a prompt for an image, from its header only.
+        `prompt_ids` describes `number`. Raises ValueError for a header that cannot be read.
         """
         size = image_size(data)
         return len(self.prompt_ids(self.num_patches(*size) // self.format.merge**2, size, number))

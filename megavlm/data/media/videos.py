@@ -36,8 +36,9 @@ class ProcessedVideo(ProcessedImage):
 class Clip:
     """The frames that a prompt shows of a video, not yet decoded.
 
-    times: Time of each frame in seconds. fps: Their rate. size: Width and height before resizing;
-    EXIF data may swap them. frames: Returns an iterator over the decoded frames [H, W, 3].
+    times: Time of each frame in seconds. fps: Frames per second. size: Width and height before
+    resizing; EXIF data may swap them. frames: Returns an iterator over the decoded frames
+    [H, W, 3].
     """
 
     times: Sequence[float]
@@ -96,7 +97,8 @@ class VideoProcessor:
 
     def prompt_length(self, video: AnyVideo, number: int) -> int:
         """Return the number of tokens of a prompt for a video, from the headers of its frames, or
-        the first frame of a file. number: As in `prompt_ids`. Raises ValueError as `video` does.
+        the first frame of a file. `prompt_ids` describes `number`. Raises ValueError for the same
+        videos as `video` does.
         """
         clip = self._clip(video)
         width, height = clip.size

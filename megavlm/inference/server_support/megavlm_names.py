@@ -1,11 +1,13 @@
-"""Names in classes of models: of weights in Intern-S1, and of a value in models within others.
+"""Changes to SGLang's model classes: Intern-S1 accepts both names of a weight, and a wrapper passes
+values on to the model that it contains.
 
 SGLang 0.5.23 reads Intern-S1's weights only by the names that models of transformers 5 have in
 memory. transformers itself writes hub files with the prefixes of its earlier releases.
 
-Of a class that is only a wrapper of a model SGLang keeps the model alone (what `eval` returns), but
-has given its layout of shared experts to the wrapper, and ends without it. It also does not ask the
-language model within for the widths of its layers, and takes wrong ones for adapters.
+If a class only wraps a model, SGLang keeps the wrapped model (the result of `eval`) and drops the
+wrapper. It sets the layout of shared experts on the wrapper, so the model lacks it and the server
+ends. It also does not ask the wrapped language model for the widths of its layers, and uses wrong
+widths for adapters.
 
 SGLang loads this module as a plugin (megavlm_plugins.dist-info).
 """
@@ -21,9 +23,10 @@ PREFIXES = {
 
 
 def install() -> None:
-    """Make SGLang's Intern-S1 read both names, and wrappers hand on the value. Classes are changed
-    where SGLang looks them up, because importing them here would take a second of every server's
-    start.
+    """Make SGLang's Intern-S1 accept both names of a weight, and wrappers pass values on.
+
+    Classes are changed where SGLang looks them up, because importing them here would take a second
+    of every server's start.
     """
     from sglang.srt.models.registry import ModelRegistry
 

@@ -17,20 +17,21 @@ from megavlm.data.media.image_processing import (
     ProcessedImage,
 )
 from megavlm.data.media.videos import ProcessedVideo, VideoProcessor
-from megavlm.data.packs.positions import Span, mrope_positions
+from megavlm.data.packs.positions import Span, mrope_positions, plain_positions
 
 
 class ResizedImages(ImageProcessor):
     """Images of any size, resized to a multiple of a token's side within bounds on their pixels."""
 
-    def __init__(self, hf_config: Any, image_processor: Any, data: Data, cache: ImageCache) -> None:
+    def __init__(self, hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> None:
         """Set the bounds on the number of pixels of a resized image; None in `data` uses the
-        folder's bound. image_processor: transformers' Qwen2VLImageProcessor.
+        folder's bound. processor: transformers' processor.
 
         Raises ValueError for bounds wider than the folder's: the rollout server applies the
         folder's bounds and would resize the images again. Also raises ValueError as
         `PatchFormat.of` does.
         """
+        image_processor = processor.image_processor
         super().__init__(hf_config.image_token_id, _format_of(image_processor), cache)
         smallest, largest = self.folder_bounds(image_processor)
         low = smallest if data.min_pixels is None else data.min_pixels
@@ -64,17 +65,12 @@ class ResizedImages(ImageProcessor):
         """Return the resized image. Raises ValueError for an image so narrow that resizing it twice
         gives another size than resizing it once.
         """
-        # Not the processor's own resize: its arguments differ between releases of transformers.
-        from transformers.image_processing_backends import TorchvisionBackend
-        from transformers.image_utils import SizeDict
-
         processor = self._processor
-        values = processor.process_image(picture)[None]
+        values = processor.process_image(picture)
         height, width = values.shape[-2:]
         height, width = self.resized_size(height, width, self._low, self._high)
-        size = SizeDict(height=height, width=width)
-        resized = TorchvisionBackend.resize(processor, values, size, processor.resample)
-        processed = self.processed(resized.permute(0, 2, 3, 1).contiguous())
+        resized = resize(processor, values, height, width)
+        processed = self.processed(resized.permute(1, 2, 0)[None].contiguous())
         # Rounding to whole patches can move a narrow image out of the bounds again.
         if processor.get_number_of_image_patches(height, width, {}) != processed.num_patches:
             raise ValueError(
@@ -135,16 +131,7 @@ class ResizedVideos(VideoProcessor):
         return resized.shape[-2], resized.shape[-1]
 
     def resize(self, frame: Tensor, size: tuple[int, int]) -> Tensor:
-        """Resize a frame [3, H, W] as transformers does."""
-        from transformers.image_processing_backends import TorchvisionBackend
-        from transformers.image_utils import SizeDict
-
-        processor, (height, width) = self._processor, size
-        wanted = SizeDict(height=height, width=width)
-        resized: Tensor = TorchvisionBackend.resize(
-            processor, frame[None], wanted, processor.resample
-        )[0]
-        return resized
+        return resize(self._processor, frame, *size)
 
     def _bounds(self, num_frames: int) -> Any:
         """Return the bounds on the pixels of a resized video, as transformers' SizeDict."""
@@ -205,9 +192,27 @@ def model_inputs(
     return inputs
 
 
-def images(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> ResizedImages:
-    """Return the images of prompts. processor: transformers' processor."""
-    return ResizedImages(hf_config, processor.image_processor, data, cache)
+def text_positions(
+    hf_config: Any,
+) -> Callable[[Tensor, Sequence[ProcessedImage]], tuple[Tensor, int]]:
+    """Return the positions of prompts in a family without M-RoPE."""
+    return plain_positions
+
+
+def resize(processor: Any, pixels: Tensor, height: int, width: int) -> Tensor:
+    """Return pixels [3, H, W] resized as transformers does. processor: transformers' processor of
+    images or of videos. Its own `resize` is not called, because its arguments differ between
+    releases of transformers.
+    """
+    from transformers.image_processing_backends import TorchvisionBackend
+    from transformers.image_utils import SizeDict
+
+    size = SizeDict(height=height, width=width)
+    resized: Tensor = TorchvisionBackend.resize(processor, pixels[None], size, processor.resample)
+    return resized[0]
+
+
+images = ResizedImages
 
 
 def _format_of(processor: Any) -> PatchFormat:

@@ -28,15 +28,15 @@ from megavlm.models.common.tower import Tower
 from megavlm.models.linear_attention.fused_rows import group_rows, join_gated
 from megavlm.models.linear_attention.gated_delta_net import GatedDeltaNet
 
-Parts = tuple[tuple[str, int], ...]  # HF projection and its number of rows, of each in a layer
+Parts = tuple[tuple[str, int], ...]  # name and number of rows of each HF projection in a layer
 
 
 @dataclass(frozen=True)
 class LoRATarget:
     """Linear layer of this rank: `attribute` of the module `owner`.
 
-    parts: In the order of the mapping table's entry.
-    num_blocks, order: As in LoRALinear.
+    parts: HF projections of the layer, in the order of the mapping table's entry.
+    num_blocks, order: Arguments of LoRALinear.
     experts: Set if the layer is a grouped linear over this rank's experts.
     """
 

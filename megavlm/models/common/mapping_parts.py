@@ -167,6 +167,12 @@ def tower(hf: str, vision: Any, size: int, shapes: Mapping[str, Shape]) -> Itera
         yield same(f"visual.{name}", f"{hf}.{name}", shape)
 
 
+def weight_and_bias(megatron: str, hf: str, *shape: int) -> Iterator[Entry]:
+    """Yield the entries of a linear layer or a norm of the tower. shape: The weight's."""
+    yield same(f"{megatron}.weight", f"{hf}.weight", shape)
+    yield same(f"{megatron}.bias", f"{hf}.bias", shape[:1])
+
+
 def linear_shapes(name: str, rows: int, columns: int) -> dict[str, Shape]:
     """Return the shapes of a linear layer with bias, for `tower`."""
     return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}

@@ -128,6 +128,42 @@ def text_values(sizes: TinySizes, vocab_size: int) -> dict[str, Any]:
     }
 
 
+def turns_template(image: str, video: str) -> str:
+    """Return the chat template of families whose turns stand between <|im_start|> and <|im_end|>.
+    image, video: Text for an image and for a video.
+    """
+    return (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+        "{% if message['content'] is string %}{{ message['content'] }}"
+        "{% else %}{% for content in message['content'] %}"
+        "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
+        f"{image}"
+        "{% elif content['type'] == 'video' or 'video' in content %}"
+        f"{video}"
+        "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}"
+        "{% endif %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+def marked_tokenizer(tokenizer: Any, marks: Mapping[str, str]) -> Any:
+    """Return a tokenizer with the same tokens and attributes for some of them.
+
+    marks: Maps the name that transformers' processor reads to the token.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.pad_token,
+        extra_special_tokens=dict(marks),
+        chat_template=tokenizer.chat_template,
+        model_max_length=tokenizer.model_max_length,
+        clean_up_tokenization_spaces=False,
+    )
+
+
 def mrope_section(head_dim: int) -> list[int]:
     """Return the numbers of frequencies for time, height and width in the ratio 2 : 3 : 3 of
     released models with chunked M-RoPE. They sum to head_dim / 2.

@@ -17,6 +17,7 @@ class Tower(nn.Module):
     not track nested lists.
 
     merger: The module that computes the merged features.
+    separate_qkv: Queries, keys and values are three projections in HF, one linear layer here.
     recompute: Recompute each block in the backward pass instead of keeping its activations. A
         frozen part has no graph and keeps nothing in either case.
 
@@ -26,6 +27,7 @@ class Tower(nn.Module):
     merge_size: int
     feature_size: int
     num_levels: int = 0
+    separate_qkv: bool = False
     recompute: bool = False
     blocks: nn.ModuleList
     merger: nn.Module
@@ -37,7 +39,8 @@ class Tower(nn.Module):
         """Return the names of the HF projections in a linear layer, in order. Each has the same
         number of its rows. linear: The layer's name in the tower.
         """
-        return (linear.rpartition(".")[2],)
+        name = linear.rpartition(".")[2]
+        return ("q_proj", "k_proj", "v_proj") if self.separate_qkv and name == "qkv" else (name,)
 
     def mergers(self) -> list[nn.Module]:
         """Return the modules that model.freeze_merger controls, including DeepStack mergers."""

@@ -266,6 +266,18 @@ class VisionBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class MLP(nn.Module):
+    """MLP of two linear layers."""
+
+    def __init__(self, size: int, width: int, hidden_act: str) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(size, width), nn.Linear(width, size)
+        self.act = activation(hidden_act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
 class Merger(nn.Module):
     """Merger of the merge^2 patches of a cell to one language token: [P, D] to [P / merge^2, H],
     with exact (erf) GELU.

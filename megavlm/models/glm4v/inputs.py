@@ -65,14 +65,7 @@ class GlmVideos(ResizedVideos):
         ]
 
 
-def images(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> GlmImages:
-    """Return the images of prompts. processor: transformers' processor."""
-    return GlmImages(hf_config, processor.image_processor, data, cache)
-
-
-def videos(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> GlmVideos:
-    """Return the videos of prompts."""
-    return GlmVideos(hf_config, processor, data, cache)
+images, videos = GlmImages, GlmVideos
 
 
 def positions(hf_config: Any) -> MultimodalPositions:

@@ -2,7 +2,7 @@
 frame of a video one tile. Positions are plain.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from megavlm.data.media.image_processing import (
     ProcessedImage,
 )
 from megavlm.data.media.videos import Grid, VideoProcessor
-from megavlm.data.packs.positions import plain_positions
+from megavlm.models.common.inputs import text_positions
 from megavlm.models.internvl.config import merge_size, square_side
 
 __all__ = ["images", "model_inputs", "positions", "videos"]
@@ -116,21 +116,7 @@ class FrameVideos(VideoProcessor):
         ]
 
 
-def images(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> TiledImages:
-    """Return the images of prompts. processor: transformers' processor."""
-    return TiledImages(hf_config, processor, data, cache)
-
-
-def videos(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> FrameVideos:
-    """Return the videos of prompts."""
-    return FrameVideos(hf_config, processor, data, cache)
-
-
-def positions(
-    hf_config: Any,
-) -> Callable[[Tensor, Sequence[ProcessedImage]], tuple[Tensor, int]]:
-    """Return the positions of prompts."""
-    return plain_positions
+images, videos, positions = TiledImages, FrameVideos, text_positions
 
 
 def model_inputs(

@@ -5,7 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from megavlm.models.common.mapping import Entry, flattened, joined, same
-from megavlm.models.common.mapping_parts import attention, experts, language_model, mlp
+from megavlm.models.common.mapping_parts import (
+    attention,
+    experts,
+    language_model,
+    mlp,
+    weight_and_bias,
+)
 from megavlm.models.internvl.config import expert_layers, head_dim, merge_size, square_side
 
 
@@ -38,9 +44,11 @@ def _block(megatron: str, hf: str, vision: Any) -> Iterator[Entry]:
             source = f"{hf}.attention.{x}_norm.weight"
             yield same(f"{megatron}.attn.{x}_norm.weight", source, (size,))
     attn, attention = f"{megatron}.attn", f"{hf}.attention"
-    yield from _linear(f"{attn}.projection_layer", f"{attention}.projection_layer", size, size)
-    yield from _linear(f"{megatron}.mlp.fc1", f"{hf}.mlp.fc1", ffn, size)
-    yield from _linear(f"{megatron}.mlp.fc2", f"{hf}.mlp.fc2", size, ffn)
+    yield from weight_and_bias(
+        f"{attn}.projection_layer", f"{attention}.projection_layer", size, size
+    )
+    yield from weight_and_bias(f"{megatron}.mlp.fc1", f"{hf}.mlp.fc1", ffn, size)
+    yield from weight_and_bias(f"{megatron}.mlp.fc2", f"{hf}.mlp.fc2", size, ffn)
     for number, norm in ((1, "layernorm_before"), (2, "layernorm_after")):
         yield same(f"{megatron}.norm{number}.weight", f"{hf}.{norm}.weight", (size,))
         if vision.norm_type == "layer_norm":
@@ -51,10 +59,9 @@ def _block(megatron: str, hf: str, vision: Any) -> Iterator[Entry]:
 def _merger(config: Any) -> Iterator[Entry]:
     hidden, hf = config.text_config.hidden_size, "multi_modal_projector"
     merged = config.vision_config.hidden_size * merge_size(config) ** 2
-    for kind in ("weight", "bias"):
-        yield same(f"visual.merger.layer_norm.{kind}", f"{hf}.layer_norm.{kind}", (merged,))
-    yield from _linear("visual.merger.linear_1", f"{hf}.linear_1", hidden, merged)
-    yield from _linear("visual.merger.linear_2", f"{hf}.linear_2", hidden, hidden)
+    yield from weight_and_bias("visual.merger.layer_norm", f"{hf}.layer_norm", merged)
+    yield from weight_and_bias("visual.merger.linear_1", f"{hf}.linear_1", hidden, merged)
+    yield from weight_and_bias("visual.merger.linear_2", f"{hf}.linear_2", hidden, hidden)
 
 
 def _text(config: Any) -> Iterator[Entry]:
@@ -73,8 +80,3 @@ def _text(config: Any) -> Iterator[Entry]:
 
     for entry in language_model(config, "model", layer):
         yield replace(entry, hf=tuple(f"language_model.{name}" for name in entry.hf))
-
-
-def _linear(megatron: str, hf: str, rows: int, columns: int) -> Iterator[Entry]:
-    yield same(f"{megatron}.weight", f"{hf}.weight", (rows, columns))
-    yield same(f"{megatron}.bias", f"{hf}.bias", (rows,))

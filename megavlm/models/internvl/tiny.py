@@ -7,7 +7,14 @@ from typing import Any
 
 from transformers import InternVLConfig
 
-from megavlm.models.common.tiny import TinyFamily, TinySizes, TinyTokens, text_values
+from megavlm.models.common.tiny import (
+    TinyFamily,
+    TinySizes,
+    TinyTokens,
+    marked_tokenizer,
+    text_values,
+    turns_template,
+)
 from megavlm.models.internvl.config import SERVED_LANGUAGE
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
@@ -23,17 +30,7 @@ MARKS = {
     "video_token": "<video>",
 }
 # The template of transformers' form.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
-    "<IMG_CONTEXT>\n"
-    "{% elif content['type'] == 'video' or 'video' in content %}<video>\n"
-    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}"
-    "{% endif %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHAT_TEMPLATE = turns_template("<IMG_CONTEXT>\n", "<video>\n")
 TOKENS = TinyTokens(
     special=(END_OF_TEXT, "<|im_start|>", END_OF_TURN, *MARKS.values()),
     end_of_text=END_OF_TEXT,
@@ -99,25 +96,15 @@ def _processor(config: Any, tokenizer: Any, max_pixels: int | None) -> Any:
         GotOcr2ImageProcessor,
         InternVLProcessor,
         InternVLVideoProcessor,
-        PreTrainedTokenizerFast,
     )
 
     side = config.vision_config.image_size[0]
     size = {"height": side, "width": side}
     numbers = {"size": size, "image_mean": MEAN, "image_std": STD}
     tiles = MAX_TILES if max_pixels is None else max(1, max_pixels // side**2)
-    named = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        eos_token=tokenizer.eos_token,
-        pad_token=tokenizer.pad_token,
-        extra_special_tokens=MARKS,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=tokenizer.model_max_length,
-        clean_up_tokenization_spaces=False,
-    )
     return InternVLProcessor(
         image_processor=GotOcr2ImageProcessor(**numbers, max_patches=tiles, crop_to_patches=True),
-        tokenizer=named,
+        tokenizer=marked_tokenizer(tokenizer, MARKS),
         video_processor=InternVLVideoProcessor(**numbers),
         image_seq_length=config.image_seq_length,
         chat_template=CHAT_TEMPLATE,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megavlm.data.media.videos import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_layers import (
+    MLP,
     PaddedLinear,
     Segments,
     activation,
@@ -44,18 +45,6 @@ class Attention(nn.Module):
         heads = (self.num_heads, -1)
         q, k, v = (x.unflatten(1, heads) for x in (self.q_norm(q), self.k_norm(k), v))
         return self.projection_layer(attend(q, k, v, segments).flatten(1))
-
-
-class MLP(nn.Module):
-    """MLP of two linear layers."""
-
-    def __init__(self, size: int, width: int, hidden_act: str) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(size, width), nn.Linear(width, size)
-        self.act = activation(hidden_act)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.act(self.fc1(x)))
 
 
 class Block(nn.Module):
@@ -95,6 +84,8 @@ class VisionTower(Tower):
     [P / merge^2, H]. A tile, or a frame of a video, is a frame of a grid.
     """
 
+    separate_qkv = True
+
     def __init__(self, hf_config: Any) -> None:
         """Build the tower from transformers' InternVLConfig."""
         super().__init__()
@@ -114,11 +105,6 @@ class VisionTower(Tower):
         self.blocks = nn.ModuleList(Block(config, norm) for _ in range(config.num_hidden_layers))
         merged_size = size * self.merge_size**2
         self.merger = Merger(merged_size, self.feature_size, hf_config.projector_hidden_act)
-
-    def projections(self, linear: str) -> tuple[str, ...]:
-        if linear.endswith(".qkv"):
-            return "q_proj", "k_proj", "v_proj"
-        return super().projections(linear)
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         tiles, side = sum(t for t, _, _ in grids), grids[0][1]

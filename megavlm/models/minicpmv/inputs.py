@@ -3,7 +3,7 @@ another size; a frame of a video is an overview only. Positions are plain.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from megavlm.data.media.image_processing import (
     ProcessedImage,
 )
 from megavlm.data.media.videos import Grid, VideoProcessor
-from megavlm.data.packs.positions import plain_positions
+from megavlm.models.common.inputs import resize, text_positions
 from megavlm.models.minicpmv.config import SIDE
 
 __all__ = ["images", "model_inputs", "positions", "videos"]
@@ -122,9 +122,9 @@ class SlicedImages(ImageProcessor):
         _, height, width = pixels.shape
         cut = self._cut(width, height)
         rows, columns, (h, w) = cut.rows, cut.columns, cut.slices
-        overview, slices = _resized(tool, pixels, *cut.overview).permute(1, 2, 0), None
+        overview, slices = resize(tool, pixels, *cut.overview).permute(1, 2, 0), None
         if rows:
-            refined = _resized(tool, pixels, rows * h, columns * w)
+            refined = resize(tool, pixels, rows * h, columns * w)
             split = refined.view(3, rows, h, columns, w).permute(1, 3, 2, 4, 0)
             slices = split.reshape(rows * columns, h, w, 3).contiguous()
         whole = torch.from_numpy(np.array(picture))
@@ -166,7 +166,7 @@ class OverviewVideos(VideoProcessor):
         return resized
 
     def resize(self, frame: Tensor, size: tuple[int, int]) -> Tensor:
-        return _resized(self._tool, frame, *size)
+        return resize(self._tool, frame, *size)
 
     def prompt_ids(self, grid: Grid, times: Sequence[float], number: int) -> list[int]:
         frames, h, w = grid
@@ -174,21 +174,7 @@ class OverviewVideos(VideoProcessor):
         return [*self._marks.number(number), *shown * frames]
 
 
-def images(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> SlicedImages:
-    """Return the images of prompts. processor: transformers' processor."""
-    return SlicedImages(hf_config, processor, data, cache)
-
-
-def videos(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> OverviewVideos:
-    """Return the videos of prompts."""
-    return OverviewVideos(hf_config, processor, data, cache)
-
-
-def positions(
-    hf_config: Any,
-) -> Callable[[Tensor, Sequence[ProcessedImage]], tuple[Tensor, int]]:
-    """Return the positions of prompts."""
-    return plain_positions
+images, videos, positions = SlicedImages, OverviewVideos, text_positions
 
 
 def model_inputs(
@@ -215,16 +201,6 @@ def model_inputs(
         sizes = [[x // patch for x in frame.shape[1:]] for frame in frames]
         inputs[f"target_sizes{ending}"] = torch.tensor(sizes, dtype=torch.int32)
     return inputs
-
-
-def _resized(tool: Any, pixels: Tensor, height: int, width: int) -> Tensor:
-    """Return pixels [3, H, W] resized as transformers does."""
-    from transformers.image_processing_backends import TorchvisionBackend
-    from transformers.image_utils import SizeDict
-
-    size = SizeDict(height=height, width=width)
-    resized: Tensor = TorchvisionBackend.resize(tool, pixels[None], size, tool.resample)[0]
-    return resized
 
 
 def _format_of(hf_config: Any, tool: Any) -> PatchFormat:

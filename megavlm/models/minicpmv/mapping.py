@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megavlm.models.common.mapping import Entry, flattened, joined, same
-from megavlm.models.common.mapping_parts import language_model, mlp
+from megavlm.models.common.mapping_parts import language_model, mlp, weight_and_bias
 from megavlm.models.minicpmv.config import WINDOW
 from megavlm.models.qwen3_5.config import linear_layers
 from megavlm.models.qwen3_5.mapping import gated_attention, linear_attention
@@ -29,15 +29,15 @@ def _tower(vision: Any) -> Iterator[Entry]:
         share = 1.0 if index <= vision.insert_layer_id else 1 / WINDOW**2
         for entry in _block(f"visual.blocks.{index}", f"{TOWER}.encoder.layers.{index}", vision):
             yield replace(entry, share=share)
-    yield from _norm("visual.post_layernorm", f"{TOWER}.post_layernorm", size)
+    yield from weight_and_bias("visual.post_layernorm", f"{TOWER}.post_layernorm", size)
 
 
 def _block(megatron: str, hf: str, vision: Any) -> Iterator[Entry]:
     size, ffn = vision.hidden_size, vision.intermediate_size
     yield from _attention(megatron, hf, size)
-    yield from _norm(f"{megatron}.norm2", f"{hf}.layer_norm2", size)
-    yield from _linear(f"{megatron}.mlp.fc1", f"{hf}.mlp.fc1", ffn, size)
-    yield from _linear(f"{megatron}.mlp.fc2", f"{hf}.mlp.fc2", size, ffn)
+    yield from weight_and_bias(f"{megatron}.norm2", f"{hf}.layer_norm2", size)
+    yield from weight_and_bias(f"{megatron}.mlp.fc1", f"{hf}.mlp.fc1", ffn, size)
+    yield from weight_and_bias(f"{megatron}.mlp.fc2", f"{hf}.mlp.fc2", size, ffn)
 
 
 def _mergers(config: Any) -> Iterator[Entry]:
@@ -46,13 +46,13 @@ def _mergers(config: Any) -> Iterator[Entry]:
     merged, ffn = count * size, count * vision.intermediate_size
     megatron, hf = "visual.window_merger", f"{TOWER}.vit_merger"
     yield from _attention(megatron, hf, size)
-    yield from _norm(f"{megatron}.norm2", f"{hf}.pre_norm", merged)
-    yield from _linear(f"{megatron}.linear_1", f"{hf}.linear_1", ffn, merged)
-    yield from _linear(f"{megatron}.linear_2", f"{hf}.linear_2", size, ffn)
+    yield from weight_and_bias(f"{megatron}.norm2", f"{hf}.pre_norm", merged)
+    yield from weight_and_bias(f"{megatron}.linear_1", f"{hf}.linear_1", ffn, merged)
+    yield from weight_and_bias(f"{megatron}.linear_2", f"{hf}.linear_2", size, ffn)
     megatron, hf, hidden = "visual.merger", "model.merger.mlp.0", config.text_config.hidden_size
-    yield from _norm(f"{megatron}.norm", f"{hf}.pre_norm", merged)
-    yield from _linear(f"{megatron}.linear_1", f"{hf}.linear_1", merged, merged)
-    yield from _linear(f"{megatron}.linear_2", f"{hf}.linear_2", hidden, merged)
+    yield from weight_and_bias(f"{megatron}.norm", f"{hf}.pre_norm", merged)
+    yield from weight_and_bias(f"{megatron}.linear_1", f"{hf}.linear_1", merged, merged)
+    yield from weight_and_bias(f"{megatron}.linear_2", f"{hf}.linear_2", hidden, merged)
 
 
 def _text(config: Any) -> Iterator[Entry]:
@@ -68,18 +68,8 @@ def _text(config: Any) -> Iterator[Entry]:
 
 def _attention(megatron: str, hf: str, size: int) -> Iterator[Entry]:
     """Yield the entries of attention in the tower, and of the norm before it."""
-    yield from _norm(f"{megatron}.norm1", f"{hf}.layer_norm1", size)
+    yield from weight_and_bias(f"{megatron}.norm1", f"{hf}.layer_norm1", size)
     for kind, shape in (("weight", (size, size)), ("bias", (size,))):
         names = [f"{hf}.self_attn.{x}_proj.{kind}" for x in "qkv"]
         yield joined(f"{megatron}.attn.qkv.{kind}", names, shape)
-    yield from _linear(f"{megatron}.attn.out_proj", f"{hf}.self_attn.out_proj", size, size)
-
-
-def _linear(megatron: str, hf: str, rows: int, columns: int) -> Iterator[Entry]:
-    yield same(f"{megatron}.weight", f"{hf}.weight", (rows, columns))
-    yield same(f"{megatron}.bias", f"{hf}.bias", (rows,))
-
-
-def _norm(megatron: str, hf: str, size: int) -> Iterator[Entry]:
-    yield same(f"{megatron}.weight", f"{hf}.weight", (size,))
-    yield same(f"{megatron}.bias", f"{hf}.bias", (size,))
+    yield from weight_and_bias(f"{megatron}.attn.out_proj", f"{hf}.self_attn.out_proj", size, size)

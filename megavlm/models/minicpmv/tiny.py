@@ -5,7 +5,14 @@ from typing import Any
 
 from transformers import MiniCPMV4_6Config
 
-from megavlm.models.common.tiny import TinyFamily, TinySizes, TinyTokens, text_values
+from megavlm.models.common.tiny import (
+    TinyFamily,
+    TinySizes,
+    TinyTokens,
+    marked_tokenizer,
+    text_values,
+    turns_template,
+)
 from megavlm.models.qwen3_5.tiny import dense_text
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
@@ -22,17 +29,7 @@ MARKS = {
     "image_id_start_token": "<image_id>",
     "image_id_end_token": "</image_id>",
 }
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
-    "<|image_pad|>\n"
-    "{% elif content['type'] == 'video' or 'video' in content %}<|video_pad|>\n"
-    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}"
-    "{% endif %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHAT_TEMPLATE = turns_template("<|image_pad|>\n", "<|video_pad|>\n")
 TOKENS = TinyTokens(
     special=(END_OF_TEXT, "<|im_start|>", END_OF_TURN, *MARKS.values()),
     end_of_text=END_OF_TEXT,
@@ -77,24 +74,14 @@ def _processor(config: Any, tokenizer: Any, max_pixels: int | None) -> Any:
         MiniCPMV4_6ImageProcessor,
         MiniCPMV4_6Processor,
         MiniCPMV4_6VideoProcessor,
-        PreTrainedTokenizerFast,
     )
 
     side = config.vision_config.image_size
     slices = MAX_SLICES if max_pixels is None else max(1, max_pixels // side**2)
     sizes = {"patch_size": PATCH, "scale_resolution": side}
-    named = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        eos_token=tokenizer.eos_token,
-        pad_token=tokenizer.pad_token,
-        extra_special_tokens=MARKS,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=tokenizer.model_max_length,
-        clean_up_tokenization_spaces=False,
-    )
     return MiniCPMV4_6Processor(
         image_processor=MiniCPMV4_6ImageProcessor(**sizes, max_slice_nums=slices),
-        tokenizer=named,
+        tokenizer=marked_tokenizer(tokenizer, MARKS),
         # A frame is small beside an image, and is shown whole.
         video_processor=MiniCPMV4_6VideoProcessor(**sizes, slice_mode=False),
         chat_template=CHAT_TEMPLATE,

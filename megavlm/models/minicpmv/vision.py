@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megavlm.data.media.image_processing import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_layers import (
+    MLP,
     PaddedLinear,
     Segments,
     activation,
@@ -38,18 +39,6 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
         q, k, v = self.qkv(x).unflatten(1, (3, self.num_heads, -1)).unbind(1)
         return self.out_proj(attend(q, k, v, segments).flatten(1))
-
-
-class MLP(nn.Module):
-    """MLP of two linear layers."""
-
-    def __init__(self, size: int, width: int, hidden_act: str) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(size, width), nn.Linear(width, size)
-        self.act = activation(hidden_act)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.act(self.fc1(x)))
 
 
 class Block(nn.Module):
@@ -121,6 +110,8 @@ class VisionTower(Tower):
     grids, to features [P / 16, H].
     """
 
+    separate_qkv = True
+
     def __init__(self, hf_config: Any) -> None:
         """Build the tower from transformers' MiniCPMV4_6Config."""
         super().__init__()
@@ -135,11 +126,6 @@ class VisionTower(Tower):
         self.window_merger = WindowMerger(config)
         self.post_layernorm = nn.LayerNorm(size, eps=config.layer_norm_eps)
         self.merger = Merger(size, self.feature_size)
-
-    def projections(self, linear: str) -> tuple[str, ...]:
-        if linear.endswith(".qkv"):
-            return "q_proj", "k_proj", "v_proj"
-        return super().projections(linear)
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         device, before = patches.device, self.blocks_before

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from megavlm.config.data import Data
-from megavlm.data.media.image_processing import Grid, ImageCache
+from megavlm.data.media.image_processing import Grid
 from megavlm.data.media.videos import ProcessedVideo
 from megavlm.data.packs.positions import Span
 from megavlm.models.common.inputs import (
@@ -30,9 +29,7 @@ class TokensOnly(ResizedVideos):
         return [self.token_id] * (t * h * w // self.format.merge**2)
 
 
-def videos(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> TokensOnly:
-    """Return the videos of prompts."""
-    return TokensOnly(hf_config, processor, data, cache)
+videos = TokensOnly
 
 
 def positions(hf_config: Any) -> MultimodalPositions:

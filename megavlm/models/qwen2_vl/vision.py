@@ -12,28 +12,17 @@ from torch import Tensor, nn
 from megavlm.data.media.image_processing import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_layers import (
+    MLP,
     Merger,
     PatchEmbed,
     Segments,
     VisionBlock,
-    activation,
     layer_norm,
     pack_values,
     patch_positions,
     rotary_angles,
     rotary_theta,
 )
-
-
-class MLP(nn.Module):
-    def __init__(self, size: int, intermediate_size: int, hidden_act: str) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(size, intermediate_size)
-        self.fc2 = nn.Linear(intermediate_size, size)
-        self.act = activation(hidden_act)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.act(self.fc1(x)))
 
 
 class VisionTower(Tower):

@@ -40,9 +40,7 @@ class TimestampedFrames(ResizedVideos):
         return [token for stamp in stamps for token in (*stamp, *frame)]
 
 
-def videos(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> TimestampedFrames:
-    """Return the videos of prompts."""
-    return TimestampedFrames(hf_config, processor, data, cache)
+videos = TimestampedFrames
 
 
 def positions(hf_config: Any) -> MultimodalPositions:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,8 +142,9 @@ def test_bounds_shrink_images_and_stay_within_the_folders(folder: Path, hf: Any)
 
 def test_a_image_that_the_server_would_resize_again_is_refused(folder: Path, hf: Any) -> None:
     config = AutoConfig.from_pretrained(folder)
-    image_processor = type(hf.image_processor)(min_pixels=56 * 56, max_pixels=28 * 28 * 16)
-    images = ResizedImages(config, image_processor, DATA, ImageCache(0))
+    images_of = type(hf.image_processor)(min_pixels=56 * 56, max_pixels=28 * 28 * 16)
+    processor = SimpleNamespace(image_processor=images_of)
+    images = ResizedImages(config, processor, DATA, ImageCache(0))
     assert images.image(image((900, 60))).num_patches == 15 * 4
     with pytest.raises(ValueError, match=r"2000 x 60 pixels becomes 644 x 28, .* crop it"):
         images.image(image((2000, 60)))
