@@ -160,6 +160,7 @@ def _talker(sizes: TinySizes) -> dict[str, Any]:
         "num_code_groups": 4,
         "thinker_hidden_size": sizes.hidden_size,
         "accept_hidden_layer": 1,
+        "spatial_merge_size": 2,
     }
 
 
