@@ -26,22 +26,22 @@ from megavlm.data.media.image_processing import (
 class ProcessedAudio(ProcessedImage):
     """A clip as log-mel frames, `pixels` [F, mel] float32. Records show its spectrogram.
 
-    num_tokens: Number of tokens that its features replace.
+    length: Number of tokens that its features replace.
     """
 
     medium: ClassVar[Medium] = "audio"
 
-    num_tokens: int  # type: ignore[misc]  # a field here, and computed for images
+    length: int
 
     @property
     def grids(self) -> Grids:
         """One token after the other, each as many patches as an image's token."""
-        return ((self.num_tokens, self.format.merge, self.format.merge),)
+        return ((self.length, self.format.merge, self.format.merge),)
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
         """Log-mel frames, their number of values, and the number of tokens."""
-        return ((*self.pixels.shape, self.num_tokens),)
+        return ((*self.pixels.shape, self.length),)
 
     def patches(self, device: torch.device = CPU) -> Tensor:
         """Return the tower's input [F, mel] float32 on a device."""
@@ -123,5 +123,5 @@ class AudioProcessor:
         frames = made["input_features"][0].t()[made["attention_mask"][0].bool()].contiguous()
         key = hashlib.sha256(b"audio:" + samples.tobytes()).hexdigest()
         return ProcessedAudio(
-            key, frames, self._format, digest=digest, num_tokens=self._count(len(frames))
+            key, frames, self._format, digest=digest, length=self._count(len(frames))
         )

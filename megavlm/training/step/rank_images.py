@@ -149,7 +149,7 @@ def sources_to_bytes(sources: Mapping[str, ImageSource]) -> bytes:
     images = {key: source for key, source in sources.items() if isinstance(source, ProcessedImage)}
     places = {key: astuple(x) for key, x in sources.items() if isinstance(x, ImagePlace)}
     formats = {key: asdict(image.format) for key, image in images.items()}
-    lengths = {key: x.num_tokens for key, x in images.items() if isinstance(x, ProcessedAudio)}
+    lengths = {key: x.length for key, x in images.items() if isinstance(x, ProcessedAudio)}
     pixels = {key: image.contents[0] for key, image in images.items()}
     slices = {f"{key}.slices": x.slices for key, x in images.items() if x.slices is not None}
     return to_bytes(pixels | slices, {"places": places, "formats": formats, "lengths": lengths})
@@ -161,7 +161,7 @@ def sources_from_bytes(data: bytes) -> dict[str, ImageSource]:
     places = {key: ImagePlace(*place) for key, place in values["places"].items()}
     formats = {key: PatchFormat.from_values(how) for key, how in values["formats"].items()}
     images: dict[str, ProcessedImage] = {
-        key: ProcessedAudio(key, pixels[key], formats.pop(key), num_tokens=number)
+        key: ProcessedAudio(key, pixels[key], formats.pop(key), length=number)
         for key, number in values["lengths"].items()
     }
     images |= {
