@@ -417,7 +417,15 @@ def same_responses(row: Row) -> ValueError:
 
 def _columns(data: Data) -> list[tuple[str, str]]:
     """Return (configuration key, column) of every column that files must have."""
-    keys = ("prompt_key", "answer_key", "category_key", "video_key", "audio_key", "image_keys", "extra_keys")
+    keys = (
+        "prompt_key",
+        "answer_key",
+        "category_key",
+        "video_key",
+        "audio_key",
+        "image_keys",
+        "extra_keys",
+    )
     columns = []
     for key in keys:
         if key == "category_key" and data.category_key == Data.category_key:

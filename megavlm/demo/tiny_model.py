@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from megavlm.families import trained_config
 from megavlm.demo_folder import FAMILY
+from megavlm.families import trained_config
 from megavlm.models.common.tiny import TinyFamily, TinySizes, TinyTokens, tiny_config, tiny_family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 

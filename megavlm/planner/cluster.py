@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-
 from megavlm.config.schema import Config
 from megavlm.families import family, model_config
 from megavlm.models.sizes import EqualRanks

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.recompute import Recompute
 from megavlm.config.schema import Config

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
-
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.parallel import Parallel
 from megavlm.config.schema import Config

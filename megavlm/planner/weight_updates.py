@@ -24,9 +24,9 @@ from megavlm.weight_sync.lora import adapter_bytes
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.sglang_layout import (
     ServerLayout,
+    audio_head_dim,
     linear_rows,
     server_tensors,
-    audio_head_dim,
     vision_head_dim,
 )
 from megavlm.weight_sync.trainable import adapted_entries, trained_entries

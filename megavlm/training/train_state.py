@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-
 from megavlm.checkpointing.all_ranks import run_on_all_ranks
 from megavlm.checkpointing.folder import POLICY_CHECKPOINTS, Manifest
 from megavlm.checkpointing.load import load_checkpoint

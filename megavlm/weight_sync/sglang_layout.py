@@ -74,7 +74,8 @@ class ServerLayout:
     a CPU server, where SGLang pads the width of language MLPs and experts. whole_experts: True if
     its MoE kernels store experts in another order, so that the model's own loader must take whole
     ones. fp8: True if the weights of language layers are stored in block FP8. vision_head_dim: Size
-    of an attention head of the tower; if ranks do not divide the heads, SGLang adds heads of zeros. audio_head_dim: The same of an audio tower.
+    of an attention head of the tower; if ranks do not divide the heads, SGLang adds heads of zeros.
+    audio_head_dim: The same of an audio tower.
     names: Result of the family's `server_names`.
     """
 

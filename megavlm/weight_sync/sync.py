@@ -22,7 +22,7 @@ from megavlm.weight_sync.gather import local_shards
 from megavlm.weight_sync.lora import AdapterWeights
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.server_api import control_client
-from megavlm.weight_sync.sglang_layout import linear_rows, audio_head_dim, vision_head_dim
+from megavlm.weight_sync.sglang_layout import audio_head_dim, linear_rows, vision_head_dim
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports import TRANSPORTS
 from megavlm.weight_sync.transports.base import Sending, Transport

@@ -59,7 +59,11 @@ class Inputs:
         responses: Sequence[int] = (5,),
     ) -> Sequences:
         """`text`: characters of the question; `responses`: their numbers of tokens."""
-        problem = AUDIO_PLACEHOLDER * len(audio) + VIDEO_PLACEHOLDER * len(videos) + IMAGE_PLACEHOLDER * len(images)
+        problem = (
+            AUDIO_PLACEHOLDER * len(audio)
+            + VIDEO_PLACEHOLDER * len(videos)
+            + IMAGE_PLACEHOLDER * len(images)
+        )
         problem += (QUESTION * 9)[seed : seed + text]
         row = Row(seed, problem, "", tuple(images), "", f"case {seed}", tuple(videos), tuple(audio))
         generator = np.random.default_rng(seed)

@@ -21,7 +21,14 @@ def model_type(family: str) -> str:
 def is_tower(hf: str) -> bool:
     """Whether an HF tensor belongs to the tower or its mergers."""
     return any(
-        part in hf for part in ("visual.", "vision_tower.", "merger.", "multi_modal_projector.", "audio_tower.")
+        part in hf
+        for part in (
+            "visual.",
+            "vision_tower.",
+            "merger.",
+            "multi_modal_projector.",
+            "audio_tower.",
+        )
     )
 
 

@@ -153,7 +153,6 @@ class _Parts:
         self.videos.append(item)
         return VIDEO_PLACEHOLDER
 
-
     def _clip(self, given: dict[str, Any], where: str) -> str:
         """Collect the clip of a part, and remove the keys that are read from `given`."""
         found = {key: given.pop(key) for key in _AUDIO_KEYS if key in given}
@@ -221,7 +220,9 @@ def _read_messages(value: Sequence[Any]) -> tuple[list[Message], _Parts]:
         before = parts.count
         read = _message(message, where, parts)
         if read.role == "assistant" and number == len(value) - 1 and parts.count > before:
-            raise ValueError(f"{where} is the answer, but it has an image, a video or audio: remove that")
+            raise ValueError(
+                f"{where} is the answer, but it has an image, a video or audio: remove that"
+            )
         if _role(message) in _CALL_ROLES and messages and messages[-1].role == "assistant":
             messages[-1] = _joined(messages[-1], read)
         else:

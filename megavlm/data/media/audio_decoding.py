@@ -31,7 +31,8 @@ def decode_audio(data: bytes, rate: int) -> np.ndarray:
             "audio needs PyAV, but it is not installed: pip install 'megavlm[video]'"
         ) from error
     try:
-        with av.open(BytesIO(data), options={"format_whitelist": FORMATS}) as container:
+        options = {"format_whitelist": FORMATS}
+        with av.open(BytesIO(data), mode="r", options=options) as container:
             if not container.streams.audio:
                 raise ValueError("the file has no sound")
             resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)

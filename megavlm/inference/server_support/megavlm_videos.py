@@ -123,7 +123,7 @@ def _read(text: str) -> bytearray:
         return bytearray(file.read())
 
 
-def processed(prompt: list[int], text: str, token_ids: tuple[int | None, ...]) -> Any:
+def processed(prompt: list[int], text: str, token_ids: tuple[Any, ...]) -> Any:
     """Return the media as SGLang's processors return them, one item for each run of tokens: an
     image, a video, or a frame of a video. text: Names or holds the content. token_ids: The tokens
     that images, videos and audio replace.
@@ -154,7 +154,11 @@ def processed(prompt: list[int], text: str, token_ids: tuple[int | None, ...]) -
     image, video, audio = token_ids
     if video is None or video not in prompt[:length]:
         video = image
-    places = {token: iter((ids == token).nonzero().flatten().tolist()) for token in token_ids if token is not None}
+    places = {
+        token: iter((ids == token).nonzero().flatten().tolist())
+        for token in token_ids
+        if token is not None
+    }
     images: list[dict[str, Any]] = []
     videos: list[dict[str, Any]] = []
     audios: list[dict[str, Any]] = []

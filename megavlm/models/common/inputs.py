@@ -229,4 +229,4 @@ def format_of(processor: Any, **sending: bool) -> PatchFormat:
         temporal=processor.temporal_patch_size,
         merge=processor.merge_size,
     )
-    return replace(format_, **sending)
+    return replace(format_, **sending)  # type: ignore[arg-type]  # both are flags

@@ -13,20 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavlm.models.common.vision_layers import Segments, attend
-
-CONVOLUTIONS = 3  # each halves time and frequency
-
-
-def halved(size: int) -> int:
-    """Return what three convolutions of stride 2 leave of a size."""
-    for _ in range(CONVOLUTIONS):
-        size = (size + 1) // 2
-    return size
-
-
-def count_tokens(num_frames: int, chunk: int) -> int:
-    """Return the number of tokens of a clip of log-mel frames, whose chunks are convolved alone."""
-    return num_frames // chunk * halved(chunk) + halved(num_frames % chunk)
+from megavlm.models.qwen3_omni.config import count_tokens, halved
 
 
 class Attention(nn.Module):

@@ -14,6 +14,8 @@ __all__ = [
     "FOLDER_NAMES",
     "SERVER_NAMES",
     "architecture",
+    "count_tokens",
+    "halved",
     "language_sizes",
     "patch_sizes",
     "rotary",
@@ -26,6 +28,21 @@ SERVER_NAMES = (
     (r"^(audio_tower\..*\.self_attn)\.out_proj\.", r"\1.proj."),
     (r"^", "thinker."),
 )
+
+
+CONVOLUTIONS = 3  # of the audio tower; each halves time and frequency
+
+
+def halved(size: int) -> int:
+    """Return what the convolutions of stride 2 leave of a size."""
+    for _ in range(CONVOLUTIONS):
+        size = (size + 1) // 2
+    return size
+
+
+def count_tokens(num_frames: int, chunk: int) -> int:
+    """Return the number of tokens of a clip of log-mel frames, whose chunks are convolved alone."""
+    return num_frames // chunk * halved(chunk) + halved(num_frames % chunk)
 
 
 def architecture(hf_config: Any) -> dict[str, Any]:

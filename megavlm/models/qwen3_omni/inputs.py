@@ -16,7 +16,7 @@ from megavlm.data.media.image_processing import ImageCache, ProcessedImage
 from megavlm.models.common.inputs import MultimodalPositions, ResizedImages, format_of
 from megavlm.models.common.inputs import model_inputs as vision_inputs
 from megavlm.models.qwen2_5_vl.inputs import timed_span, videos
-from megavlm.models.qwen3_omni.audio import count_tokens
+from megavlm.models.qwen3_omni.config import count_tokens
 
 __all__ = ["audio", "images", "model_inputs", "positions", "videos"]
 

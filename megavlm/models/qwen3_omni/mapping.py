@@ -6,7 +6,7 @@ from typing import Any
 
 from megavlm.models.common.mapping import Entry, joined, same
 from megavlm.models.common.mapping_parts import attention, experts, language_model, mlp
-from megavlm.models.qwen3_omni.audio import halved
+from megavlm.models.qwen3_omni.config import halved
 from megavlm.models.qwen3_vl.config import expert_layers
 from megavlm.models.qwen3_vl.mapping import tower_entries
 
@@ -42,8 +42,8 @@ def _audio(audio: Any) -> Iterator[Entry]:
         convolution, shape = f"conv2d{number}", (channels, inputs, 3, 3)
         yield same(f"{megatron}.{convolution}.weight", f"{hf}.{convolution}.weight", shape)
         yield same(f"{megatron}.{convolution}.bias", f"{hf}.{convolution}.bias", (channels,))
-    shape = (size, channels * halved(audio.num_mel_bins))
-    yield same(f"{megatron}.conv_out.weight", f"{hf}.conv_out.weight", shape)
+    joined_size = channels * halved(audio.num_mel_bins)
+    yield same(f"{megatron}.conv_out.weight", f"{hf}.conv_out.weight", (size, joined_size))
     for index in range(audio.encoder_layers):
         yield from _block(f"{megatron}.blocks.{index}", f"{hf}.layers.{index}", audio)
     yield from _norm(f"{megatron}.post_layernorm", f"{hf}.ln_post", size)

@@ -14,8 +14,8 @@ from megavlm.models.qwen3_vl.vision import VisionTower as ImageTower
 
 
 class VisionTower(ImageTower):
-    """Tower of Qwen3-VL with an audio tower beside it. The DeepStack levels of audio are zero, since
-    the language model adds none to its tokens.
+    """Tower of Qwen3-VL with an audio tower beside it. The DeepStack levels of audio are zero,
+    since the language model adds none to its tokens.
     """
 
     def __init__(self, hf_config: Any) -> None:

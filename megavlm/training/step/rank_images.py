@@ -66,8 +66,8 @@ class ImageReader:
         image = processor.image(row, place.number, place.medium)
         if image.key != key:
             raise ValueError(
-                f"{row.source}: {place.medium} {place.number + 1} has other pixels than on rank 0: its "
-                "file has changed, or this machine has another copy of it or other versions of "
+                f"{row.source}: {place.medium} {place.number + 1} has other pixels than on rank 0: "
+                "its file has changed, or this machine has another copy of it or other versions of "
                 "the packages; give all machines the same, and restart"
             )
         return image
