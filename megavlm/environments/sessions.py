@@ -220,7 +220,11 @@ class RemoteEnvironment:
 
     async def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         self._running = self._process.send({**request, "session": self.number})
-        reply = await self._running
+        try:
+            reply = await self._running
+        except CallFailure:  # it has ended, and leaves its process free for other sessions
+            self._running = None
+            raise
         self._running = None
         return reply
 

@@ -202,6 +202,19 @@ def test_a_call_that_can_be_cancelled_leaves_its_process_in_use(tmp_path: Path) 
     assert counted(log) == [1, 1, 1]
 
 
+def test_a_step_that_raises_leaves_its_process_in_use() -> None:
+    """The failed call is over, so that closing its session does not wait for it."""
+
+    async def work() -> None:
+        async with pool() as made:
+            session, _ = await opened(made, 2)
+            await fails(session.step("set"), "JSON cannot hold it")
+            session.close()
+            assert made._processes[0].takes_sessions, "also before it has closed"
+
+    asyncio.run(work())
+
+
 def test_a_process_that_answers_nothing_ends_with_its_sessions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
