@@ -31,6 +31,7 @@ from checkpoint_tools.options import (
 )
 from checkpoint_tools.streaming import format_bytes
 from megavlm.commands import add_version, command
+from megavlm.process import CheckpointError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -259,17 +260,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         app(arguments)
-    except ValueError as error:
+    except (ValueError, CheckpointError) as error:
         _fail(str(error))
     except OSError as error:
         place = f": {error.filename}" if error.filename else ""
         _fail(f"{str(error.strerror or error).removesuffix('.')}{place}.")
-    except RuntimeError as error:
-        from megavlm.process import CheckpointError
-
-        if not isinstance(error, CheckpointError):
-            raise
-        _fail(str(error))
     finally:
         signal.signal(signal.SIGTERM, before)
 

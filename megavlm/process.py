@@ -51,9 +51,10 @@ class NotFiniteError(RuntimeError):
 
 @contextmanager
 def loading_packages() -> Iterator[None]:
-    """Import without garbage collection, which takes a fifth of the time and finds nothing: what
-    packages make stays. Later collections leave it out too: with half a million objects, each
-    would stop a rank for a quarter of a second, and those that wait for it.
+    """Import without garbage collection. It would take a fifth of the time and free nothing,
+    because the objects of packages stay in use. Later collections leave these objects out too: with
+    half a million of them, each collection would stop a rank for a quarter of a second, and also
+    the ranks that wait for it.
     """
     atexit.register(gc.unfreeze)  # or extensions would report all that is left as leaks
     gc.disable()

@@ -22,7 +22,7 @@ def run_on_all_ranks(
     """Run `action` on every rank and return the results by rank. Collective.
 
     group: A group of all ranks. A thread other than the main thread needs its own group.
-    hint: Returns a text for the end of the error message; it is called on the rank that fails.
+    hint: Function that the rank that fails calls for the text at the end of its error message.
 
     If the action fails on one rank, every rank raises. A ValueError stays a ValueError; any other
     failure becomes a CheckpointError that names `what` and the rank. On the rank that failed, the

@@ -62,8 +62,9 @@ class GenerationBatch:
     groups: One list of responses for each prompt, filled in place. A group is complete, partly
     aborted, or empty.
 
-    version: Weight version that must generate the responses. None takes any version that `accepts`
-    returns True for; responses aborted by a weight push are then continued, as often as needed.
+    version: Weight version that must generate the responses. With None, any version will do for
+    which `accepts` returns True, and a response that a weight push aborts is continued, as often as
+    needed.
 
     on_complete: Runs for each complete group while others are generated. The prompts that it passes
     to `ask` are appended to prompts and groups.

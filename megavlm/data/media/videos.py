@@ -36,9 +36,10 @@ class ProcessedVideo(ProcessedImage):
 class Clip:
     """The frames that a prompt shows of a video, not yet decoded.
 
-    times: Time of each frame in seconds. fps: Frames per second. size: Width and height before
-    resizing; EXIF data may swap them. frames: Returns an iterator over the decoded frames
-    [H, W, 3].
+    times: Time of each frame in seconds.
+    fps: Frames per second.
+    size: Width and height before resizing; EXIF data may swap them.
+    frames: Function that decodes the frames and yields each as [H, W, 3].
     """
 
     times: Sequence[float]

@@ -149,7 +149,9 @@ class MultimodalPositions:
     """M-RoPE positions of prompts."""
 
     def __init__(self, hf_config: Any, video_spans: Callable[[ProcessedVideo], list[Span]]) -> None:
-        """video_spans: Returns the runs of vision tokens in the tokens of a video."""
+        """Take the rules of a family. `video_spans` is a function that returns the runs of vision
+        tokens in the tokens of a video.
+        """
         self._vision_token_ids = hf_config.image_token_id, hf_config.video_token_id
         self._merge_size = hf_config.vision_config.spatial_merge_size
         self._video_spans = video_spans

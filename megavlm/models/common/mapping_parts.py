@@ -32,8 +32,8 @@ def language_model(config: Any, hf: str, layer: Layer) -> Iterator[Entry]:
     `output_layer`.
 
     hf: Prefix of the names on the hub.
-    layer: Returns the entries of a layer, given its number and its prefixes in Megatron and on the
-        hub.
+    layer: Function of a layer's number and of its prefixes in Megatron and on the hub. It returns
+        the layer's entries.
     """
     text = config.text_config
     embedding = (text.vocab_size, text.hidden_size)
@@ -104,7 +104,8 @@ def experts(
     """Yield the entries of a layer's router and `count` experts, and of the norm before them.
 
     transposed: Whether the hub's stacks hold the weights of experts as [in, out].
-    separate: As in `Entry`. router_dtype: Data type of the servers' routers.
+    separate: Whether the hub has a tensor for each expert, as `Entry.separate` says.
+    router_dtype: Data type of the servers' routers.
     """
     hidden, ffn = text.hidden_size, text.moe_intermediate_size
     yield same(
@@ -168,7 +169,7 @@ def tower(hf: str, vision: Any, size: int, shapes: Mapping[str, Shape]) -> Itera
 
 
 def weight_and_bias(megatron: str, hf: str, *shape: int) -> Iterator[Entry]:
-    """Yield the entries of a linear layer or a norm of the tower. shape: The weight's."""
+    """Yield the entries of a linear layer or a norm. shape: Shape of the weight."""
     yield same(f"{megatron}.weight", f"{hf}.weight", shape)
     yield same(f"{megatron}.bias", f"{hf}.bias", shape[:1])
 

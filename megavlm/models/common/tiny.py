@@ -73,10 +73,11 @@ class TinyFamily:
     """Parts of a tiny model's folder that a family defines.
 
     options: Names of the options of TinySizes that it has.
-    config: Returns transformers' configuration, given sizes, the size of the vocabulary, and ids of
-        the special tokens. Raises ValueError for sizes that its checkpoints cannot hold.
-    processor: Returns transformers' processor, given the configuration, the tokenizer, and the
-        number of pixels of the largest resized image (None: the family's default).
+    config: Function of the sizes, the size of the vocabulary and the ids of the special tokens. It
+        returns transformers' configuration, and raises ValueError for sizes that the family's
+        checkpoints cannot hold.
+    processor: Function of the configuration, the tokenizer and the number of pixels of the largest
+        resized image (None: the family's default). It returns transformers' processor.
     has_original_form: Whether released files have the form that transformers calls original.
     transposes_experts: Whether released files stack experts as [E, in, out].
     """

@@ -76,9 +76,9 @@ def positions(hf_config: Any) -> MultimodalPositions:
 def model_inputs(
     hf_config: Any, token_ids: Tensor, positions: Tensor, images: Sequence[ProcessedImage]
 ) -> dict[str, Tensor]:
-    """Return patches, grids and positions. transformers does not take images and videos in one
-    sequence, as they share a token. Each frame of a video is given as an image instead: to the
-    tower it is one.
+    """Return patches, grids and positions. Images and videos share a token, so transformers does
+    not take both in one sequence. Each frame of a video is therefore given as an image, which the
+    tower encodes in the same way.
     """
     if not images:
         return {}
