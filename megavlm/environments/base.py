@@ -79,19 +79,47 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class RecordedAction:
+    """An action of a turn, which the report of a run draws on the image that the policy saw.
+
+    Places are in fractions of the image's width and height, whatever coordinates the policy writes.
+
+    kind: Name of the action, such as click. image: SHA-256 of the image's file (hexadecimal); "" if
+    the action is not drawn. at: A point (x, y) or a box (left, top, right, bottom); empty without a
+    place. to: The end (x, y) of a drag. text: Typed text, or keys. amount: Notches of the wheel,
+    seconds or degrees.
+    """
+
+    kind: str
+    image: str = ""
+    at: Sequence[float] = ()
+    to: Sequence[float] = ()
+    text: str = ""
+    amount: float | None = None
+
+    def values(self) -> dict[str, Any]:
+        """Return the fields that are set, as values of JSON."""
+        places = {"at": list(map(float, self.at)), "to": list(map(float, self.to))}
+        found = {"kind": self.kind, "image": self.image, **places, "text": self.text}
+        amount = {} if self.amount is None else {"amount": float(self.amount)}
+        return {name: value for name, value in found.items() if value} | amount
+
+
+@dataclass(frozen=True)
 class Step:
     """Result of a turn.
 
     observation: the next observation, None if `done`. reward: the reward of this turn; the rewards
     of an episode are summed. info: either `score`, the Score behind the reward, or `correct` and
     `parts` with the same meaning as in a Score; and `counts`, numbers by name, whose sums over an
-    episode are logged as episode/NAME.
+    episode are logged as episode/NAME. actions: what the policy did in this turn, for the report.
     """
 
     observation: Observation | None
     reward: float
     done: bool
     info: Mapping[str, Any] = field(default_factory=dict)
+    actions: Sequence[RecordedAction] = ()
 
 
 @dataclass(frozen=True)

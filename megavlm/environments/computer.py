@@ -17,7 +17,15 @@ from PIL import ImageDraw, ImageFont
 from pydantic import FiniteFloat
 
 from megavlm.environments.adapters.messages import opening
-from megavlm.environments.base import Content, Context, Image, Observation, Step, scored
+from megavlm.environments.base import (
+    Content,
+    Context,
+    Image,
+    Observation,
+    RecordedAction,
+    Step,
+    scored,
+)
 from megavlm.environments.tools.calls import MalformedCall, ToolCall, read_reply
 from megavlm.environments.tools.environment import ToolEnvironment
 from megavlm.environments.tools.tool import ToolError, tool
@@ -138,6 +146,10 @@ class Computer(ToolEnvironment):
 
     async def step(self, text: str) -> Step:
         """Do the actions of a response, and show the screen unless the episode has ended."""
+        step = await self._played(text)
+        return replace(step, actions=self.actions)
+
+    async def _played(self, text: str) -> Step:
         started = time.monotonic()
         self._turns -= 1
         self.reply = read_reply(text, self.context.chat)
@@ -174,6 +186,7 @@ class Computer(ToolEnvironment):
         """
         if action == "answer":
             self._answer = text
+            self.actions.append(RecordedAction(action, text=text))
             return ""
         at = self._place(action, coordinate, mark) if action in _PLACED else (0.0, 0.0)
         end = self._place(action, to, None) if action == "drag" else (0.0, 0.0)
@@ -181,7 +194,9 @@ class Computer(ToolEnvironment):
             raise ToolError(f"{action} needs a text")
         if action == "wait":
             amount = min(max(amount, 0.0), MAX_WAIT)
-        await self.act(Action(action, at, end, text, amount))
+        done = Action(action, at, end, text, amount)
+        self.actions.append(self._recorded(done))
+        await self.act(done)
         return ""
 
     async def call(self, call: ToolCall | MalformedCall) -> Content:
@@ -232,6 +247,21 @@ class Computer(ToolEnvironment):
             for value, most, side in zip(point, span, self._size, strict=True)
         )
         return x, y
+
+    def _recorded(self, action: Action) -> RecordedAction:
+        """Return an action with its places in fractions of the screenshot that the policy saw."""
+
+        def share(place: Sequence[float]) -> list[float]:
+            return [value / side for value, side in zip(place, self._size, strict=True)]
+
+        return RecordedAction(
+            action.kind,
+            hashlib.sha256(self._file).hexdigest(),
+            at=share(action.at) if action.kind in _PLACED else (),
+            to=share(action.to) if action.kind == "drag" else (),
+            text=action.text,
+            amount=action.amount if action.kind in ("scroll", "wait") else None,
+        )
 
     def _described(self, shown: Mapping[str, Any]) -> dict[str, Any]:
         """Return a tool as the options make it. Its description has the form of the coordinates,

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megavlm.environments.base import ChatMessage, Content, Image, Observation, Step
+from megavlm.environments.base import (
+    ChatMessage,
+    Content,
+    Image,
+    Observation,
+    RecordedAction,
+    Step,
+)
 from megavlm.rewards.base import Example, Score
 from megavlm.subprocess_pool.failure import CallFailure
 
@@ -64,6 +71,7 @@ def pack_step(step: Step) -> dict[str, Any]:
         "reward": float(step.reward),
         "done": bool(step.done),
         "info": info,
+        "actions": [action.values() for action in step.actions],
     }
 
 
@@ -73,7 +81,8 @@ def unpack_step(values: Mapping[str, Any]) -> Step:
         info["score"] = Score(**info["score"])
     shown = values["observation"]
     observation = None if shown is None else unpack_observation(shown)
-    return Step(observation, values["reward"], values["done"], info)
+    actions = [RecordedAction(**action) for action in values["actions"]]
+    return Step(observation, values["reward"], values["done"], info, actions)
 
 
 def unpack_sizes(values: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

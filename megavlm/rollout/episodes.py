@@ -24,7 +24,7 @@ from megavlm.data.loader import Kind
 from megavlm.data.processor import Processor, Prompt, PromptTooLong
 from megavlm.data.rows import Row
 from megavlm.environments.agent import GATEWAY
-from megavlm.environments.base import ChatFormat, Observation
+from megavlm.environments.base import ChatFormat, Observation, RecordedAction
 from megavlm.environments.processes import make_environments
 from megavlm.inference.generation import GenerateFn
 from megavlm.inference.protocol import Response
@@ -282,13 +282,15 @@ class EpisodeRunner:
     async def _step(self, episode: Episode, response: Response) -> None:
         ids, prompt = response.token_ids.tolist(), episode.next_prompt
         text = self._processor.decode(ids)
-        environment, following = episode.environment, None
+        environment, following, actions = episode.environment, None, list[RecordedAction]()
         assert prompt is not None and environment is not None
         sizes = {image.digest.hex(): image.shown_size for image in prompt.images}
+        keys = {image.digest.hex(): image.key for image in prompt.images}
         try:
             step = await environment.step(text, details(response, [*episode.texts, text]), sizes)
             reward, score = step_score(step, self._name(prompt), sum(episode.rewards))
             episode.count(step.info.get("counts", {}))
+            actions = [replace(one, image=keys.get(one.image, "")) for one in step.actions]
             if not step.done and self._has_next_turn(episode, response):
                 if step.observation is None:
                     raise CallFailure(
@@ -307,7 +309,7 @@ class EpisodeRunner:
                 # The response was truncated, or no turns or tokens are left: score it as an answer.
                 score = await environment.score(text)
                 reward += score.reward
-        episode.add_turn(response, text, reward, score, following)
+        episode.add_turn(response, text, reward, score, following, actions)
 
     def _has_next_turn(self, episode: Episode, response: Response) -> bool:
         """Return False after the last turn, and after a response that was truncated or contains an

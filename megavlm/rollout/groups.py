@@ -18,7 +18,7 @@ from megavlm.data.media.image_processing import ProcessedImage
 from megavlm.data.packs.target_tokens import TargetColumns
 from megavlm.data.packs.trees import Tree
 from megavlm.inference.protocol import Response
-from megavlm.rollout.group_tree import group_tree
+from megavlm.rollout.group_tree import group_tree, tree_parts
 from megavlm.rollout.staleness import stale_tokens, staleness_metrics
 from megavlm.rollout.trajectory import Episode, Group
 
@@ -225,16 +225,16 @@ def sample_records(groups: Sequence[Group], pieces: Pieces) -> list[dict[str, An
             "source": group.start.row.source,
             "images": _files(group.start.images),
             "responses": [
-                {
-                    "text": episode.texts[0],
+                _turn(episode, 0, pieces)
+                | {
                     "reward": episode.score.reward,
                     "correct": episode.score.correct,
                     "parts": dict(episode.score.parts),
                     "finish": episode.responses[-1].finish,
-                    "tokens": partial(_tokens, episode.responses[0], pieces),
-                    "turns": _later_turns(episode, pieces),
+                    "rewards": episode.rewards,
+                    "turns": _later_turns(episode, continued, pieces),
                 }
-                for episode in group.episodes
+                for episode, continued in zip(group.episodes, _continued(group), strict=True)
             ],
         }
         for group in groups
@@ -250,35 +250,68 @@ def _tokens(response: Response, pieces: Pieces) -> list[tuple[str, float]]:
     return found
 
 
-def _later_turns(episode: Episode, pieces: Pieces) -> list[dict[str, Any]]:
-    """Return the turns after the first, each with the environment's observation and the
-    response.
+def _turn(episode: Episode, number: int, pieces: Pieces) -> dict[str, Any]:
+    """Return what the policy wrote and did in a turn."""
+    return {
+        "text": episode.texts[number],
+        "tokens": partial(_tokens, episode.responses[number], pieces),
+        "actions": [action.values() for action in episode.actions[number]],
+    }
+
+
+def _later_turns(
+    episode: Episode, continued: Sequence[int | None], pieces: Pieces
+) -> list[dict[str, Any]]:
+    """Return the turns after the first, each with the environment's observation and the response.
+    continued: See `_continued`.
     """
-    turns = zip(
-        episode.prompts,
-        episode.prompts[1:],
-        episode.texts[1:],
-        episode.responses[1:],
-        strict=False,
-    )
-    return [
-        {
+    found = []
+    for number, prompt in enumerate(episode.prompts[1:], 1):
+        known = continued[number]
+        before = () if known is None else episode.prompts[known].images
+        shown = {
             "message": prompt.row.problem,
-            "images": _files(_further_images(before.images, prompt.images)),
-            "text": text,
-            "tokens": partial(_tokens, response, pieces),
+            "images": _files(_further_images(before, prompt.images)),
+            "continues": known,
         }
-        for before, prompt, text, response in turns
-    ]
+        found.append(shown | _turn(episode, number, pieces))
+    return found
+
+
+def _continued(group: Group) -> list[list[int | None]]:
+    """Return the turn that each turn of each episode continues; None if its prompt contains no
+    response. A turn that does not continue the one before it begins a branch.
+    """
+    parts, continued = tree_parts(group), dict[int, int | None]()
+    for part in parts:
+        if part.is_response and not part.start:
+            above = part.parent
+            while above >= 0 and not parts[above].is_response:
+                above = parts[above].parent
+            continued[part.call] = parts[above].call if above >= 0 else None
+    found, first = [], 0
+    for episode in group.episodes:
+        calls = [continued[first + number] for number in range(len(episode.prompts))]
+        turns = [None if call is None else call - first for call in calls]
+        if episode.counts["images_replaced"]:  # it changes a prompt, not which turn it follows
+            turns = [None, *range(len(turns) - 1)]
+        found.append(turns)
+        first += len(turns)
+    return found
 
 
 def _further_images(
     before: Sequence[ProcessedImage], images: Sequence[ProcessedImage]
 ) -> Sequence[ProcessedImage]:
-    """Return the images from the first one on that is not in the same place before."""
-    pairs = enumerate(zip(before, images, strict=False))
-    known = next((i for i, (old, new) in pairs if old.key != new.key), len(before))
-    return images[known:]
+    """Return the images of a prompt that are not in the prompt before it, some of whose images may
+    have been replaced by text.
+    """
+    old, new = [image.key for image in before], [image.key for image in images]
+    pairs = enumerate(zip(old, new, strict=False))
+    same = next((i for i, (one, other) in pairs if one != other), min(len(old), len(new)))
+    # The last images of the prompt before, without the replaced ones.
+    kept = next(k for k in range(len(old) - same, -1, -1) if old[len(old) - k :] == new[same:][:k])
+    return images[same + kept :]
 
 
 def _files(images: Sequence[ProcessedImage]) -> list[tuple[str, Callable[[], bytes]]]:

@@ -33,6 +33,7 @@ from megavlm.data.media.image_processing import PatchFormat, ProcessedImage
 from megavlm.data.media.videos import ProcessedVideo
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
+from megavlm.environments.base import RecordedAction
 from megavlm.inference.protocol import KeptTokens, Response, TopTokens, VersionSpan
 from megavlm.rewards.base import Score
 from megavlm.rollout.trajectory import Episode, Group
@@ -209,6 +210,8 @@ class _Writer(ResponseWriter):
             zip(episode.prompts, episode.responses, strict=True)
         ):
             turn = self.response(response) | {"reward": episode.rewards[number]}
+            if actions := episode.actions[number]:
+                turn["actions"] = [action.values() for action in actions]
             for following in episode.prompts[number + 1 : number + 2]:
                 if _extends(following, prompt, response):
                     before = len(prompt.short_ids) + len(response.token_ids)
@@ -286,7 +289,8 @@ class _Reader(ResponseReader):
                     before = (), ()
                 following = self._prompt(base, prompt, *before, turn["next"])
             text = self._processor.decode(response.token_ids.tolist())
-            episode.add_turn(response, text, turn["reward"], score, following)
+            actions = [RecordedAction(**action) for action in turn.get("actions", ())]
+            episode.add_turn(response, text, turn["reward"], score, following, actions)
             prompt = following
         return episode
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.data.processor import Prompt
+from megavlm.environments.base import RecordedAction
 from megavlm.inference.protocol import Response
 from megavlm.rewards.base import Score
 from megavlm.rollout.timed_environment import TimedEnvironment
@@ -16,8 +17,9 @@ from megavlm.rollout.timed_environment import TimedEnvironment
 class Episode:
     """A trajectory of turns between policy and environment. It is filled while it is played.
 
-    prompts, responses, texts and rewards have one item per turn; a turn's prompt includes all
-    tokens before its response. Usually it extends the turn before, but it need not.
+    prompts, responses, texts, rewards and actions have one item per turn; a turn's prompt includes
+    all tokens before its response. Usually it extends the turn before, but it need not. `image` of
+    an action is the key of an image of the turn's prompt.
 
     Example, a wrong answer and a second try, which is worth half:
         prompts   [70 tokens, 70 + 4 + 12 tokens]
@@ -33,17 +35,25 @@ class Episode:
     responses: list[Response] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    actions: list[Sequence[RecordedAction]] = field(default_factory=list)  # for the report
     score: Score = field(init=False)  # the last turn's, with the sum of rewards over turns
     counts: Counter[str] = field(default_factory=Counter)  # numbers for the log, by name
 
     def add_turn(
-        self, response: Response, text: str, reward: float, score: Score, following: Prompt | None
+        self,
+        response: Response,
+        text: str,
+        reward: float,
+        score: Score,
+        following: Prompt | None,
+        actions: Sequence[RecordedAction] = (),
     ) -> None:
         assert self.next_prompt is not None, "the episode has ended"
         self.prompts.append(self.next_prompt)
         self.responses.append(response)
         self.texts.append(text)
         self.rewards.append(reward)
+        self.actions.append(actions)
         self.score = replace(score, reward=sum(self.rewards))
         self.next_prompt = following
         if following is None:

@@ -3,7 +3,15 @@
 import time
 from collections.abc import Sequence
 
-from megavlm.environments.base import ChatMessage, Content, Context, Observation, Step, scored
+from megavlm.environments.base import (
+    ChatMessage,
+    Content,
+    Context,
+    Observation,
+    RecordedAction,
+    Step,
+    scored,
+)
 from megavlm.environments.tools.calls import MalformedCall, Reply, ToolCall, read_reply
 from megavlm.environments.tools.tool import Tool, ToolError, marked_tools
 from megavlm.rewards.base import Example
@@ -16,10 +24,12 @@ class ToolEnvironment:
     argument and a tool that fails or takes too long are results, too: the policy reads one sentence
     that begins with "error:". A turn without a call is the answer.
 
-    reply: The response of the current turn in parts.
+    reply: The response of the current turn in parts. actions: The actions of the current turn, for
+    the report; a tool that uses a place of an image adds its own.
     """
 
     reply: Reply
+    actions: list[RecordedAction]
 
     def __init__(self, context: Context, show_tools: bool = True) -> None:
         """Collect the tools. show_tools: False if the prompt already explains them. Raises
@@ -42,11 +52,11 @@ class ToolEnvironment:
         if not reply.calls or not self._turns:
             return await self.finish(text, reply)
         shown, counts = await self.results(reply)
-        return Step(Observation(shown), 0.0, False, {"counts": counts})
+        return Step(Observation(shown), 0.0, False, {"counts": counts}, self.actions)
 
     async def results(self, reply: Reply) -> tuple[list[ChatMessage], dict[str, float]]:
         """Make the calls of a response, and return their results with the counts for the log."""
-        shown, failed = list[ChatMessage](), 0
+        shown, failed, self.actions = list[ChatMessage](), 0, []
         self._until = time.monotonic() + self.context.tool_timeout
         for call in reply.calls:
             try:

@@ -11,7 +11,7 @@ from PIL.Image import Image as Picture
 from pydantic import FiniteFloat
 
 from megavlm.data.media.image_decoding import decode
-from megavlm.environments.base import Context, Image, Observation, Step
+from megavlm.environments.base import Context, Image, Observation, RecordedAction, Step
 from megavlm.environments.tools.environment import ToolEnvironment
 from megavlm.environments.tools.tool import ToolError, tool
 from megavlm.rewards.base import Example
@@ -87,11 +87,13 @@ class Zoom(ToolEnvironment):
         is the number of the image, from 1 on, and earlier results count.
         """
         inside = self._box(box, image)
+        self._record("zoom", image, inside)
         return self.show(image, lambda shown: pictures.crop(shown, inside), self._min_tokens)
 
     @tool
     def rotate(self, degrees: int, image: int = 1) -> Sequence[str | Image]:
         """Show an image turned clockwise."""
+        self._record("rotate", image, amount=degrees)
         return self.show(image, lambda shown: pictures.rotated(shown, degrees))
 
     @tool
@@ -102,6 +104,7 @@ class Zoom(ToolEnvironment):
         if len(place) == 3:
             raise ToolError("mark: place has 3 numbers: give 4 for a box or 2 for a point")
         there = self._box(place, image) if len(place) == 4 else self._point(place, image)
+        self._record("mark", image, there)
         # Drawn last, so that the line is as wide as the result is seen.
         return self.show(image, lambda shown: shown, draw=lambda s: pictures.marked(s, there))
 
@@ -131,6 +134,14 @@ class Zoom(ToolEnvironment):
             result = Image.of(draw(fitting))
         self._files.append(result.data)
         return [f"Image {len(self._files)}:", result]
+
+    def _record(
+        self, kind: str, image: int, at: Sequence[float] = (), amount: float | None = None
+    ) -> None:
+        """Note an action for the report. Raises ToolError for a number of no image."""
+        self._size(image)
+        digest = hashlib.sha256(self._files[image - 1]).hexdigest()
+        self.actions.append(RecordedAction(kind, digest, at, amount=amount))
 
     def _described(self, shown: Mapping[str, Any]) -> dict[str, Any]:
         """Return a tool with the form of coordinates in its description."""

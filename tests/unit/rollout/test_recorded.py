@@ -101,7 +101,8 @@ def test_branches_read_as_they_were_written(tmp_path: Path, processor: Processor
         assert mine.short_ids == theirs.short_ids and mine.positions.equal(theirs.positions)
     (record,) = sample_records(read, processor.pieces)
     shown = [len(turn["images"]) for turn in record["responses"][0]["turns"]]
-    assert shown == [2, 0, 2, 2, 0], "a turn shows the images from the first other one on"
+    assert shown == [2, 1, 2, 0, 2], "a turn shows the images that the turn it continues has not"
+    assert [turn["continues"] for turn in record["responses"][0]["turns"]] == [0, 0, None, 0, None]
 
 
 def test_videos_read_as_they_were_written(tmp_path: Path, processor: Processor) -> None:
