@@ -42,10 +42,14 @@ _environment.filters |= {
 
 @dataclass(frozen=True)
 class EmbeddedImage:
-    """Image as a data URI. `is_small`: the browser shows it without smoothing."""
+    """Image as a data URI. `is_small`: the browser shows it without smoothing. `width` and
+    `height` are in pixels.
+    """
 
     uri: str
     is_small: bool
+    width: int
+    height: int
 
 
 def render(template: str, *, title: str, script: str = "", **values: object) -> bytes:
@@ -72,14 +76,17 @@ def fragment(template: Path, **values: object) -> Markup:
     return Markup(_environment.from_string(text).render(**values))  # noqa: S704
 
 
-def embed(image: Image.Image) -> EmbeddedImage:
-    """Embed an image in a page, reduced to MAX_SIDE; small images are lossless."""
+def embed(image: Image.Image, side: int = MAX_SIDE, form: str = "JPEG") -> EmbeddedImage:
+    """Embed an image in a page, reduced to `side` pixels; small images are lossless. form: Pillow's
+    name of the file format of others.
+    """
     reduced, buffer = image.convert("RGB"), BytesIO()
     is_small = max(image.size) <= _SMALL_SIDE
     if is_small:
         reduced.save(buffer, format="PNG")
     else:
-        reduced.thumbnail((MAX_SIDE, MAX_SIDE))
-        reduced.save(buffer, format="JPEG", quality=85)
+        reduced.thumbnail((side, side))
+        reduced.save(buffer, format=form, quality=85)
     content = base64.b64encode(buffer.getvalue()).decode()
-    return EmbeddedImage(f"data:image/{'png' if is_small else 'jpeg'};base64,{content}", is_small)
+    uri = f"data:image/{'png' if is_small else form.lower()};base64,{content}"
+    return EmbeddedImage(uri, is_small, *reduced.size)

@@ -10,8 +10,14 @@ from typing import Any
 from PIL import Image
 
 from megavlm.observability.charts import Chart, Line, draw_chart
+from megavlm.observability.episodes import (
+    SharedImage,
+    has_episodes,
+    image_names,
+    played_episodes,
+)
 from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE
-from megavlm.observability.page import EmbeddedImage, embed, render
+from megavlm.observability.page import MAX_SIDE, EmbeddedImage, embed, render
 from megavlm.observability.plots import moving_mean, window_of
 from megavlm.observability.records import Record, read_records
 from megavlm.observability.result import RESULT_FILE, CategoryRow, category_rows
@@ -36,6 +42,7 @@ ACCURACY_HEAD = (
 # Limits on the size of the page. LIMITS: characters of texts, and responses of a group.
 MAX_STEPS = 24
 MAX_IMAGE_BYTES = 12_000_000
+SCREEN_SIDE = 768  # pixels of a screenshot, whose texts must be legible
 # Probabilities below which a token gets a class of the style sheet, the lowest first.
 STYLES = ((0.2, "p3"), (0.5, "p2"), (0.8, "p1"))
 LIMITS = {"prompt": 2000, "response": 1200, "responses": 32}
@@ -49,6 +56,7 @@ def write_report(run_dir: Path | str) -> Path:
     metrics = read_records(run_dir / METRICS_FILE)
     rows = category_rows(result) if result else []
     configuration = run_dir / CONFIG_FILE
+    images = _Images(run_dir / SAMPLES_FOLDER)
     page = render(
         "report.html",
         title=run_dir.resolve().name,
@@ -60,7 +68,8 @@ def write_report(run_dir: Path | str) -> Path:
         accuracy=[_cells(row) for row in rows],
         charts=_charts(metrics, read_records(run_dir / EVALUATIONS_FILE)),
         phases=_phases(result["seconds_by_phase"]) if result else [],
-        steps=sampled_steps(run_dir),
+        steps=sampled_steps(run_dir, images),
+        shared_images=images.shared_images,
         limits=LIMITS,
         configuration=configuration.read_text("utf-8") if configuration.exists() else None,
     )
@@ -176,23 +185,39 @@ def _phases(seconds: Mapping[str, float]) -> list[tuple[str, float, float]]:
     return [(phase.replace("_", " "), value, value / total) for phase, value in ordered if total]
 
 
-def sampled_steps(run_dir: Path) -> list[tuple[int, list[Record]]]:
+def sampled_steps(run_dir: Path, images: "_Images") -> list[tuple[int, list[Record]]]:
     """Return up to MAX_STEPS steps with their groups.
 
     `shown` of a group, and of each later turn of a response, holds the images, or the reason why
-    one is not shown.
+    one is not shown. A group whose environment showed images has `episodes` instead.
     """
     records = read_records(run_dir / SAMPLES_FOLDER / SAMPLES_FILE)
     steps = [(step, list(groups)) for step, groups in groupby(records, lambda r: r["step"])]
-    images = _Images(run_dir / SAMPLES_FOLDER)
+    steps, found = _evenly(steps, MAX_STEPS), []
+    for number, (step, groups) in enumerate(steps, 1):
+        images.allow(number / len(steps))
+        groups = [g | {"responses": g["responses"][: LIMITS["responses"]]} for g in groups]
+        for name in image_names([group for group in groups if has_episodes(group)]):
+            images.share(name)
+        found.append((step, [_shown(group, images) for group in groups]))
+    return found
+
+
+def _shown(group: Record, images: "_Images") -> Record:
+    """Return a group with its images and the texts of its turns as the page shows them."""
+    if has_episodes(group):
+        return group | {"shown": [], "episodes": played_episodes(group, images.share, _coloured)}
 
     def shown(item: Record) -> Record:
         return item | {"shown": [images.read(name) for name in item["images"]]}
 
-    return [
-        (step, [shown(group) | {"responses": _responses(group, shown)} for group in groups])
-        for step, groups in _evenly(steps, MAX_STEPS)
-    ]
+    return shown(group) | {"responses": _responses(group, shown), "episodes": []}
+
+
+def _coloured(turn: Record) -> list[tuple[str, str]]:
+    """Return the text of a turn as spans, of which there is one if no tokens were kept."""
+    limit = LIMITS["response"]
+    return spans(turn, limit) or [("", shorten(turn["text"], limit))]
 
 
 def _responses(group: Record, shown: Callable[[Record], Record]) -> list[Record]:
@@ -200,7 +225,7 @@ def _responses(group: Record, shown: Callable[[Record], Record]) -> list[Record]
     group's prompt is shown above it.
     """
     found = []
-    for response in group["responses"][: LIMITS["responses"]]:
+    for response in group["responses"]:
         first = {"text": response["text"], "tokens": response.get("tokens", [])}
         turns = [first, *map(shown, response.get("turns", ()))]
         coloured = [turn | {"spans": spans(turn, LIMITS["response"])} for turn in turns]
@@ -237,21 +262,43 @@ def spans(turn: Mapping[str, Any], limit: int) -> list[tuple[str, str]]:
 
 
 class _Images:
-    """Embedded images. Further ones are left out once the page has MAX_IMAGE_BYTES of them."""
+    """Embedded images, of at most MAX_IMAGE_BYTES. Further ones are left out.
+
+    shared_images: The images that the page holds once, in the order of their numbers.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._bytes_left = MAX_IMAGE_BYTES
+        self._num_bytes, self._most = 0, float(MAX_IMAGE_BYTES)
+        self._shared: dict[str, SharedImage] = {}
 
-    def read(self, name: str) -> EmbeddedImage | str:
+    @property
+    def shared_images(self) -> list[SharedImage]:
+        return list(self._shared.values())
+
+    def allow(self, share: float) -> None:
+        """Admit images up to a share of MAX_IMAGE_BYTES, so that some are left for later steps."""
+        self._most = share * MAX_IMAGE_BYTES
+
+    def share(self, name: str) -> SharedImage | str:
+        """Return an image that the page shows in several places, or why it is not shown."""
+        if name not in self._shared:
+            image = self.read(name, SCREEN_SIDE, "WEBP")
+            if isinstance(image, str):
+                return image
+            self._shared[name] = SharedImage(len(self._shared), image)
+        return self._shared[name]
+
+    def read(self, name: str, side: int = MAX_SIDE, form: str = "JPEG") -> EmbeddedImage | str:
+        """Return an image for one place, or why it is not shown. side, form: See `embed`."""
         path = self._folder / Path(name).name
         if not path.exists():
             return "image is no longer there"
         with Image.open(path) as image:
-            embedded = embed(image)
-        if len(embedded.uri) > self._bytes_left:
+            embedded = embed(image, side, form)
+        if self._num_bytes + len(embedded.uri) > self._most:
             return f"left out for size: {name}"
-        self._bytes_left -= len(embedded.uri)
+        self._num_bytes += len(embedded.uri)
         return embedded
 
 
