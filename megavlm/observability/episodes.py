@@ -46,13 +46,12 @@ class Frame:
 class Turn:
     """A turn of an episode.
 
-    message: Text that the environment showed. num_images: Images that it showed with it. said: What the policy wrote, as
+    message: Text that the environment showed with the frames. said: What the policy wrote, as
     parts with their titles. actions: Actions in words. unplaced: Those without a place. reward: None
     if the record has no reward of single turns.
     """
 
     message: str
-    num_images: int
     frames: Sequence[Frame]
     said: Sequence[tuple[str, Spans]]
     actions: Sequence[str]
@@ -125,8 +124,8 @@ def _episode(
         names = [*names, *(known[key] for key in known if key in pointed - seen)]
         played.append(
             Turn(
-                turn["message"],
-                len(turn["images"]),
+                # Its images are beside the text, also one that looks as the image before.
+                turn["message"].replace("<image>", "").strip() if names else turn["message"],
                 [_frame(name, read(name), actions) for name in names],
                 _said(colour(turn)),
                 [in_words(action) for action in actions],
@@ -179,9 +178,10 @@ def in_words(action: Mapping[str, Any]) -> str:
         words.append(f"“{action['text']}”")
     if "amount" in action:
         words.append(f"{action['amount']:g}")
-    for word, name in (("at", "at"), ("to", "to")):
-        if name in action:
-            words.append(f"{word} {', '.join(percent(share, 0) for share in action[name])}")
+    at, to = action.get("at", ()), action.get("to", ())
+    for word, place in (("at", at[:2]), ("to", at[2:]), ("to", to)):
+        if place:
+            words.append(f"{word} {', '.join(percent(share, 0) for share in place)}")
     return " ".join(words)
 
 
@@ -214,5 +214,7 @@ def _arrow(x: float, y: float, end_x: float, end_y: float) -> str:
     size = hypot(end_x - x, end_y - y) or 1.0
     across, down = (end_x - x) / size * HEAD, (end_y - y) / size * HEAD
     sides = ((across + down / 2, down - across / 2), (across - down / 2, down + across / 2))
-    head = "".join(f"M{end_x - dx:.1f} {end_y - dy:.1f}L{end_x:.1f} {end_y:.1f}" for dx, dy in sides)
+    head = "".join(
+        f"M{end_x - dx:.1f} {end_y - dy:.1f}L{end_x:.1f} {end_y:.1f}" for dx, dy in sides
+    )
     return f"M{x:.1f} {y:.1f}L{end_x:.1f} {end_y:.1f}{head}"

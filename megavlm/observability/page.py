@@ -86,7 +86,7 @@ def embed(image: Image.Image, side: int = MAX_SIDE, form: str = "JPEG") -> Embed
         reduced.save(buffer, format="PNG")
     else:
         reduced.thumbnail((side, side))
-        reduced.save(buffer, format=form, quality=85)
+        reduced.save(buffer, format=form, quality=85, method=2)  # WebP's: a tenth of the time
     content = base64.b64encode(buffer.getvalue()).decode()
     uri = f"data:image/{'png' if is_small else form.lower()};base64,{content}"
     return EmbeddedImage(uri, is_small, *reduced.size)

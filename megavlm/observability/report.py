@@ -271,6 +271,7 @@ class _Images:
         self._folder = folder
         self._num_bytes, self._most = 0, float(MAX_IMAGE_BYTES)
         self._shared: dict[str, SharedImage] = {}
+        self._is_full = False  # True: no further shared image is read, which takes time
 
     @property
     def shared_images(self) -> list[SharedImage]:
@@ -278,13 +279,14 @@ class _Images:
 
     def allow(self, share: float) -> None:
         """Admit images up to a share of MAX_IMAGE_BYTES, so that some are left for later steps."""
-        self._most = share * MAX_IMAGE_BYTES
+        self._most, self._is_full = share * MAX_IMAGE_BYTES, False
 
     def share(self, name: str) -> SharedImage | str:
         """Return an image that the page shows in several places, or why it is not shown."""
         if name not in self._shared:
-            image = self.read(name, SCREEN_SIDE, "WEBP")
+            image = self.read(name, SCREEN_SIDE, "WEBP") if not self._is_full else _left_out(name)
             if isinstance(image, str):
+                self._is_full |= image == _left_out(name)
                 return image
             self._shared[name] = SharedImage(len(self._shared), image)
         return self._shared[name]
@@ -297,9 +299,13 @@ class _Images:
         with Image.open(path) as image:
             embedded = embed(image, side, form)
         if self._num_bytes + len(embedded.uri) > self._most:
-            return f"left out for size: {name}"
+            return _left_out(name)
         self._num_bytes += len(embedded.uri)
         return embedded
+
+
+def _left_out(name: str) -> str:
+    return f"left out for size: {name}"
 
 
 def _evenly(items: list[Any], count: int) -> list[Any]:

@@ -145,6 +145,28 @@ def test_the_policy_sees_the_screen_and_acts_on_it(served: Any) -> None:
     ]
 
 
+def test_a_step_has_its_actions_in_fractions_of_the_screenshot(served: Any) -> None:
+    episode = Episode(served[0], coordinates="pixels", marks=True)
+    image = episode.start.messages[-1]["content"][-1].data
+    step = episode.do(
+        {"action": "click", "coordinate": [50, 25]},
+        {"action": "drag", "coordinate": [0, 0], "to": [100, 50]},
+        {"action": "scroll", "mark": 2, "amount": 2},
+        {"action": "click", "coordinate": [201, 0]},
+        {"action": "key", "text": "hyper+q"},
+        {"action": "answer", "text": "red"},
+    )
+    at = {"image": hashlib.sha256(image).hexdigest()}
+    assert [action.values() for action in step.actions] == [
+        {"kind": "click", **at, "at": [0.25, 0.25]},
+        {"kind": "drag", **at, "at": [0.0, 0.0], "to": [0.5, 0.5]},
+        {"kind": "scroll", **at, "at": [0.5, 0.7], "amount": 2.0},
+        {"kind": "key", **at, "text": "hyper+q"},
+        {"kind": "answer", "text": "red"},
+    ]
+    assert Episode(served[0]).say("red").actions == []
+
+
 def test_pixels_are_those_of_the_screenshot_as_the_model_sees_it(served: Any) -> None:
     url, done = served
     episode = Episode(url, coordinates="pixels")

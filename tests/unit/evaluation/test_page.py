@@ -146,11 +146,13 @@ def test_models_are_named_by_the_end_of_their_path(tmp_path: Path) -> None:
 
 def test_later_turns_show_their_message_and_images(tmp_path: Path) -> None:
     asked = question(0, "x")
-    turns = [Turn("calculator(2+2)"), Turn("4", "The result is", [png()])]
+    turns = [Turn("calculator(2+2)"), Turn("4", "The result<image>is four", [png()])]
     played = Question(asked.row, (replace(asked.attempts[0], turns=turns),))
     html, tags = page_of(tmp_path, [candidate("a", [played])])
-    order = [html.index(text) for text in ("calculator(2+2)", "The result is", "<b>0.900</b>")]
-    assert order == sorted(order)
+    order = [
+        html.index(text) for text in ("calculator(2+2)", "The result", "is four", "<b>0.900</b>")
+    ]
+    assert order == sorted(order) and "<img" in html[order[1] : order[2]]
     assert [tag for tag, _ in tags.seen].count("img") == 2
 
 

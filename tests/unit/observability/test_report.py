@@ -118,27 +118,15 @@ def test_a_large_image_is_reduced(tmp_path: Path) -> None:
     assert uri.startswith("data:image/jpeg;base64,")
 
 
-def test_later_turns_show_their_message_and_images(tmp_path: Path) -> None:
-    turn = {"message": "Look closer.", "images": [image("crop"), image("map")], "text": "two\x07"}
+def test_later_turns_show_their_message(tmp_path: Path) -> None:
+    turn = {"message": "It says <image>.", "images": [], "text": "two\x07"}
     asked = group(images=[image("a"), image("b")])
     asked["responses"][0] |= {"turns": [turn]}
     page = report(tmp_path, [asked], steps=1)
     text = "".join(page.text)
-    assert text.index("How many?") < text.index("Look closer.") < text.index("two\\x07")
-    assert len(page.values("src")) == 4
+    assert text.index("How many?") < text.index("It says <image>.") < text.index("two\\x07")
     assert "card group several" in page.values("class"), "images are side by side, above the text"
-    assert (tmp_path / "samples" / "crop.png").is_file()
-
-
-def test_images_of_results_are_at_their_places_in_the_text(tmp_path: Path) -> None:
-    results = {"message": "first<image>second<image>", "images": [image("a"), image("b")]}
-    plain = {"message": "it says <image>", "images": []}
-    asked = group(images=[])
-    asked["responses"][0] |= {"turns": [results | {"text": "x"}, plain | {"text": "y"}]}
-    page = report(tmp_path, [asked], steps=1)
-    shown = page.html[page.html.index('<div class="observation">') :]
-    parts = re.findall(r"first|second|<img|it says &lt;image&gt;", shown)
-    assert parts == ["first", "<img", "second", "<img", "it says &lt;image&gt;"]
+    assert len(page.values("src")) == 2
 
 
 def test_a_prompt_has_a_label_where_an_image_or_a_video_stands(tmp_path: Path) -> None:

@@ -44,6 +44,14 @@ def test_screenshots_are_images_and_clicks_land_where_the_model_sees(tmp_path: P
         )
     # The model's image is 280 x 112: its row 75 is row 150 of the page, the second button.
     assert [(one.score.reward, one.score.correct) for one in episodes] == [(1.0, True)] * 2
+    # In fractions of the screenshot, which the actions name by the key of their prompt's image.
+    seen = [episode.prompts[1].images[-1].key for episode in episodes]
+    assert [(one.actions[1][0].image, one.actions[1][0].at) for one in episodes] == [
+        (key, [0.5, pytest.approx(75 / 112)]) for key in seen
+    ]
+    assert [one.actions[0][0].values() for one in episodes] == [
+        {"kind": "wait", "image": one.prompts[0].images[0].key, "amount": 0.0} for one in episodes
+    ]
     first, second = policy.asked[0][0][0], policy.asked[1][0][0]
     assert [len(prompt.images) for prompt in (first, second)] == [1, 2]
     assert first.images[0].num_patches == 20 * 8

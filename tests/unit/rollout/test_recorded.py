@@ -16,6 +16,7 @@ from megavlm.config.load import load
 from megavlm.data.media.video_sources import Video
 from megavlm.data.packs.trees import Tree, trees_to_arrays
 from megavlm.data.processor import Processor
+from megavlm.environments.base import RecordedAction
 from megavlm.inference.protocol import VersionSpan
 from megavlm.rewards.base import Score
 from megavlm.rollout.groups import policy_trees, rollout_metrics, sample_records
@@ -47,7 +48,8 @@ def played(processor: Processor, *, own_start: bool = False) -> Group:
         following = processor.next_turn(start, first.token_ids, again)
         score = Score(0.1, False, {"seen": 0.25 * number})
         text = processor.decode(first.token_ids)
-        episode.add_turn(first, text, 0.1, score, following)
+        acted = RecordedAction("click", start.images[0].key, (0.5, 0.25))
+        episode.add_turn(first, text, 0.1, score, following, [acted])
         last = replace(last, finish="length")
         text = processor.decode(last.token_ids)
         score = Score(1 / 3, True, {"seen": 1.0}, "timeout" if number else None, bool(number))
@@ -87,6 +89,11 @@ def test_a_step_reads_as_it_was_written(
     assert texts == [["1", "two"]] * 2
     assert records[0]["responses"][1]["parts"] == {"seen": 1.0}
     assert records[0]["responses"][0]["tokens"]()[-1][0] == "<|im_end|>"
+    action = {"kind": "click", "image": read[0].start.images[0].key, "at": [0.5, 0.25]}
+    assert records[0]["responses"][0]["actions"] == [action]
+    (later,) = records[0]["responses"][0]["turns"]
+    assert later["actions"] == [] and later["continues"] == 0
+    assert records[0]["responses"][0]["rewards"] == [0.1, 1 / 3]
 
 
 def test_branches_read_as_they_were_written(tmp_path: Path, processor: Processor) -> None:
@@ -185,3 +192,22 @@ def test_the_folder_is_checked_before_a_run(
         check(2, tmp_path / "none")
     with pytest.raises(ValueError, match=r"is in run\.dir"):
         check(1, tmp_path / "run/rollouts")
+
+
+def test_a_turn_after_replaced_images_follows_the_turn_before_it(processor: Processor) -> None:
+    """Only its own image is new, although the replaced one moves the others, and it is no branch."""
+    images = [png(56, 56), png(84, 112), png(28, 56), random_image(56, 56, 1)]
+    files = [processor.prompt(replace(ROW, images=(one,))).images[0] for one in images]
+    policy, first = Policy(processor, "1", "2", "3"), processor.prompt(ROW)
+    episode = Episode(first)
+    later = [
+        processor.with_images(ROW, first.short_ids * len(shown), shown)
+        for shown in (files[:3], [files[0], *files[2:]])
+    ]
+    for following in (*later, None):
+        episode.add_turn(policy.respond(), "", 0.0, Score(0.0, False), following)
+    episode.count({"images_replaced": 1})
+    (record,) = sample_records([Group(first, episodes=[episode])], processor.pieces)
+    turns = record["responses"][0]["turns"]
+    assert [turn["continues"] for turn in turns] == [0, 1]
+    assert [key for key, _ in turns[1]["images"]] == [files[3].key]

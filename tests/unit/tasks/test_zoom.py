@@ -150,6 +150,24 @@ def test_a_mark_is_drawn_where_it_was_asked_for() -> None:
     assert [round(axis.mean()) for axis in red] == [21, 56] and np.ptp(red[0]) == 16
 
 
+def test_a_step_has_its_actions_in_fractions_of_the_image_that_they_name() -> None:
+    played = Played(encode(NOISE), share=0.5, coordinates="pixels")
+    played.seen("zoom", box=[28, 21, 140, 210])
+    image = hashlib.sha256(encode(NOISE)).hexdigest()
+    box = [0.1, 0.1, 0.5, 1.0]
+    assert [action.values() for action in played.environment.actions] == [
+        {"kind": "zoom", "image": image, "at": pytest.approx(box)}
+    ]
+    crop = played.environment._files[1]
+    played.calls(("rotate", {"degrees": 90, "image": 2}), ("mark", {"place": [28, 105]}))
+    assert [action.values() for action in played.environment.actions] == [
+        {"kind": "rotate", "image": hashlib.sha256(crop).hexdigest(), "amount": 90.0},
+        {"kind": "mark", "image": image, "at": pytest.approx([0.1, 0.5])},
+    ]
+    played.error("zoom", box=[0, 0, 9, 9], image=7)
+    assert not played.environment.actions
+
+
 def test_results_count_on_and_only_what_was_seen_can_be_named() -> None:
     played = Played(encode(NOISE), encode(NOISE.crop((0, 0, 56, 56))), room=300)
     ((label, first),) = played.calls(("zoom", {"box": [0, 0, 500, 500]}))
