@@ -1,4 +1,4 @@
-"""Episodes of a sampled group for the report: their turns with what the policy saw and did, and
+"""Episodes of a sampled group for the report: their turns with images, texts and drawn actions, and
 their branches.
 """
 
@@ -47,8 +47,8 @@ class Turn:
     """A turn of an episode.
 
     message: Text that the environment showed with the frames. said: What the policy wrote, as
-    parts with their titles. actions: Actions in words. unplaced: Those without a place. reward: None
-    if the record has no reward of single turns.
+    parts with their titles. actions: Actions in words. unplaced: Actions without a place. reward:
+    None if the record has no reward of single turns.
     """
 
     message: str

@@ -195,7 +195,7 @@ def test_the_folder_is_checked_before_a_run(
 
 
 def test_a_turn_after_replaced_images_follows_the_turn_before_it(processor: Processor) -> None:
-    """Only its own image is new, although the replaced one moves the others, and it is no branch."""
+    """Only its own image is new, although the replaced one moves the others. It is no branch."""
     images = [png(56, 56), png(84, 112), png(28, 56), random_image(56, 56, 1)]
     files = [processor.prompt(replace(ROW, images=(one,))).images[0] for one in images]
     policy, first = Policy(processor, "1", "2", "3"), processor.prompt(ROW)
