@@ -164,6 +164,7 @@ def test_the_player_walks_in_a_browser_and_hostile_texts_do_not_run(tmp_path: Pa
     hostile = {"kind": HOSTILE, "image": "start", "text": HOSTILE}
     later = turn(HOSTILE, message=HOSTILE, images=[image("next", (300, 600))], actions=[hostile])
     asked = played(later, turn("done"), text=f"{HOSTILE}<tool_call>")
+    asked["source"] = "/data/" + 90 * "x"  # wider than the narrow page
     asked["responses"].append({**asked["responses"][0], "turns": [later], "rewards": [0, 1]})
     path = tmp_path / "report.html"
     found = page(tmp_path, asked, steps=2)
