@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import aiohttp
 
 from megavlm.inference.errors import RolloutServerError
+from megavlm.inference.kept_images import SentImages
 from megavlm.inference.protocol import Response, SamplingParams, Scored, bearer, is_complete
 from megavlm.inference.requests import (
     ATTEMPTS,
@@ -78,7 +79,8 @@ class GenerationBatch:
 
     show: Callback for a progress line. beat: Callback for each answer.
 
-    loads, peers: Slots taken per server, and all batches of the client; shared by them.
+    loads, sent_images, peers: Slots taken per server, images that servers keep, and all batches of
+    the client; shared by them.
 
     resumed: Set unless the batch is paused.
     """
@@ -98,6 +100,7 @@ class GenerationBatch:
     scored: Scored | None = None
     accepts: Callable[[str], bool] | None = None
     loads: Counter[str] = field(default_factory=Counter)
+    sent_images: SentImages = field(default_factory=SentImages)
     peers: "list[GenerationBatch]" = field(default_factory=list)
     resumed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _num_first: int = field(init=False)  # prompts of first turns; later turns follow
@@ -260,7 +263,9 @@ class GenerationBatch:
             if url is None:
                 self._waiting.append(request)  # each is tried once, so all keep their order
                 continue
-            response = request.send(self.http, addresses[url], self.sampling_params, self.limits)
+            response = request.send(
+                self.http, addresses[url], self.sampling_params, self.limits, self.sent_images
+            )
             self._running[asyncio.create_task(response)] = request, addresses[url]
             self.loads[url] += request.slots
 

@@ -23,11 +23,13 @@ from megavlm.inference.bodies import (
     score_body,
 )
 from megavlm.inference.errors import RolloutRequestError
+from megavlm.inference.kept_images import LACKS, SentImages
 from megavlm.inference.protocol import Response, SamplingParams, Scored, bearer
 from megavlm.inference.server_pool.routing import Address
 from megavlm.parallel.shared_file import shared_file
 
 if TYPE_CHECKING:
+    from megavlm.data.media.image_processing import ProcessedImage
     from megavlm.data.processor import Prompt
 
 ATTEMPTS = 4  # maximum attempts of a request, over all servers
@@ -126,9 +128,11 @@ class Request:
         address: Address,
         sampling_params: SamplingParams,
         limits: RequestLimits,
+        sent: SentImages,
     ) -> list[list[Response]]:
         """Send the request and return the responses of each prompt. A server on this machine gets
-        images and videos as paths of in-memory files.
+        images and videos as paths of in-memory files. Images that the server has from an earlier
+        request are only named; if it has restarted since, they are sent after its refusal.
 
         Raises RequestFailed if another attempt may succeed, and RolloutRequestError for a 4xx
         status, for videos that the server does not take, or as `parse_generate` does.
@@ -147,34 +151,26 @@ class Request:
             )
         seconds = limits.total + limits.token * sampling_params.max_new_tokens
         try:
-            with ExitStack() as files:
-                body = self.body(sampling_params, _in_files(files) if address.is_local else IN_BODY)
-                if address.is_local:  # short enough to send at once
-                    body = [b"".join(body)]
-                headers = bearer(address.api_key) | {
-                    "Content-Type": "application/json",
-                    "Content-Length": str(sum(map(len, body))),
-                }
-                async with (
-                    asyncio.timeout(seconds),
-                    http.post(
-                        url, data=_chunks(body), headers=headers, allow_redirects=False
-                    ) as reply,
-                ):
-                    try:
-                        content = await asyncio.wait_for(reply.read(), limits.body)
-                    except TimeoutError as error:
-                        reason = f"its body took more than {limits.body:g} s"
-                        raise RequestTimedOut(reason) from error
-            if reply.status != 200:
-                text = content[:500].decode(errors="replace")
-                if not 400 <= reply.status < 500:
-                    raise RequestFailed(f"HTTP {reply.status}: {text}")
-                refused = RequestRefused if reply.status == 400 else RolloutRequestError
-                raise refused(
-                    f"{url} returned HTTP {reply.status} for the request of {self.source}: {text}"
+            status, content = await self._post(
+                http, address, sampling_params, limits, sent, seconds
+            )
+            if status == 400 and LACKS.encode() in content:
+                sent.lost(address.url, self._images)
+                status, content = await self._post(
+                    http, address, sampling_params, limits, sent, seconds
                 )
-            return self.parse(orjson.loads(content), sampling_params)
+            if status != 200:
+                text = content[:500].decode(errors="replace")
+                if not 400 <= status < 500:
+                    raise RequestFailed(f"HTTP {status}: {text}")
+                refused = RequestRefused if status == 400 else RolloutRequestError
+                raise refused(
+                    f"{url} returned HTTP {status} for the request of {self.source}: {text}"
+                )
+            answer = orjson.loads(content)
+            responses = self.parse(answer, sampling_params)
+            sent.answered(address.url, self._images)
+            return responses
         except aiohttp.ClientError as error:
             raise RequestFailed(f"{type(error).__name__}: {error}") from error
         except TimeoutError as error:
@@ -185,6 +181,46 @@ class Request:
             ) from error
         except MALFORMED as error:
             raise RequestFailed(f"malformed response: {error!r}") from error
+
+    @property
+    def _images(self) -> list["ProcessedImage"]:
+        """The images that are sent as pictures."""
+        return [x for prompt in self.prompts if not prompt.sends_frames for x in prompt.images]
+
+    async def _post(
+        self,
+        http: aiohttp.ClientSession,
+        address: Address,
+        sampling_params: SamplingParams,
+        limits: RequestLimits,
+        sent: SentImages,
+        seconds: float,
+    ) -> tuple[int, bytes]:
+        """Return the status and the content of the answer."""
+        with ExitStack() as files:
+            own = _in_files(files) if address.is_local else IN_BODY
+            encoder = sent.encoder(address.url, own, keeps=address.takes_videos)
+            body = self.body(sampling_params, encoder)
+            if address.is_local:  # short enough to send at once
+                body = [b"".join(body)]
+            headers = bearer(address.api_key) | {
+                "Content-Type": "application/json",
+                "Content-Length": str(sum(map(len, body))),
+            }
+            async with (
+                asyncio.timeout(seconds),
+                http.post(
+                    address.url + "/generate",
+                    data=_chunks(body),
+                    headers=headers,
+                    allow_redirects=False,
+                ) as reply,
+            ):
+                try:
+                    return reply.status, await asyncio.wait_for(reply.read(), limits.body)
+                except TimeoutError as error:
+                    reason = f"its body took more than {limits.body:g} s"
+                    raise RequestTimedOut(reason) from error
 
     def body(self, sampling_params: SamplingParams, encoder: Encoder) -> list[Body]:
         if self.scored:

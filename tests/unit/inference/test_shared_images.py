@@ -101,6 +101,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(mm_utils, "hash_feature", hash_feature)
     monkeypatch.setattr(mm_utils.ShmPointerMMData, "__init__", None)
     monkeypatch.setattr(patched, "process_and_combine_mm_data", patched.process_and_combine_mm_data)
+    load = vars(patched)["_load_single_item"]
+    monkeypatch.setattr(patched, "_load_single_item", load)
     megavlm_images.install()
     tokens = base_processor.MultimodalSpecialTokens(image_token_id=9, video_token_id=8)
 
