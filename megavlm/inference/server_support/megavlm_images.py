@@ -19,10 +19,13 @@ import hashlib
 import os
 import secrets
 import weakref
+from io import BytesIO
 from typing import Any
 
 from PIL.Image import Image
+from PIL.Image import open as open_image
 from sglang.srt.managers.mm_utils import ShmPointerMMData
+from sglang.srt.multimodal.cache import identity
 from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor, Modality
 
 from megavlm.inference.kept_images import BEGIN, LACKS, KeptImages
@@ -35,7 +38,7 @@ def install() -> None:
     """Make SGLang write a tensor to shared memory only once while the tensor exists, hash pictures
     and not patches, and take pictures that it has had by their keys.
     """
-    load = BaseMultimodalProcessor._load_single_item.__func__
+    load, read = BaseMultimodalProcessor._load_single_item.__func__, identity._read_media_bytes
     write, process = ShmPointerMMData.__init__, BaseMultimodalProcessor.process_and_combine_mm_data
     written: dict[int, dict[str, Any]] = {}  # id of a tensor -> attributes of a pointer to it
     kept: KeptImages[int, Image] = KeptImages()
@@ -71,14 +74,29 @@ def install() -> None:
     def load_or_find(cls: Any, data: Any, modality: Any, *arguments: Any, **options: Any) -> Any:
         if modality is not Modality.IMAGE or not str(data).startswith(BEGIN):
             return load(cls, data, modality, *arguments, **options)
-        picture = kept.get(int(data.removeprefix(BEGIN)[:16], 16))
+        return find(data)
+
+    def find(name: str) -> Image:
+        picture = kept.get(int(name.removeprefix(BEGIN)[:16], 16))
         if picture is None:
             raise ValueError(LACKS)  # SGLang answers with HTTP 400
         return picture
 
+    def read_or_find(media: str | bytes) -> bytes:
+        """For Qwen3-VL and Qwen3.5, SGLang reads the file of an image before it loads it."""
+        if str(media).startswith(BEGIN):
+            picture = find(str(media))
+            # The bytes that were sent, by whose hash SGLang may have cached the patches.
+            return b"P6 %d %d 255\n" % picture.size + picture.tobytes()
+        content: bytes = read(media)
+        picture = open_image(BytesIO(content)).convert("RGB")
+        kept.put(content_hash(picture), picture, 3 * picture.width * picture.height)
+        return content
+
     ShmPointerMMData.__init__ = point
     BaseMultimodalProcessor.process_and_combine_mm_data = process_with_hashes
     BaseMultimodalProcessor._load_single_item = classmethod(load_or_find)
+    identity._read_media_bytes = read_or_find
 
 
 def content_hash(picture: Image) -> int:

@@ -101,6 +101,9 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(mm_utils, "hash_feature", hash_feature)
     monkeypatch.setattr(mm_utils.ShmPointerMMData, "__init__", None)
     monkeypatch.setattr(patched, "process_and_combine_mm_data", patched.process_and_combine_mm_data)
+    from sglang.srt.multimodal.cache import identity
+
+    monkeypatch.setattr(identity, "_read_media_bytes", identity._read_media_bytes)
     load = vars(patched)["_load_single_item"]
     monkeypatch.setattr(patched, "_load_single_item", load)
     megavlm_images.install()
