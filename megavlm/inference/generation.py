@@ -41,12 +41,13 @@ ResponseTask = asyncio.Task[list[list[Response]]]
 
 class GenerateFn(Protocol):
     """Function that returns one response to another prompt. most: Limit of its tokens, if it is
-    below the sampling's. first_routed: The first token of the prompt whose routes are not known. If
-    the call is cancelled, its request is dropped.
+    below the sampling's. first_routed: The first token of the prompt whose routes are not known.
+    session: Number of the session among those of the first prompt; its requests stay at one server.
+    If the call is cancelled, its request is dropped.
     """
 
     def __call__(
-        self, prompt: "Prompt", most: int | None = None, first_routed: int = 0
+        self, prompt: "Prompt", most: int | None = None, first_routed: int = 0, session: int = 0
     ) -> Awaitable[Response]: ...
 
 
@@ -108,8 +109,12 @@ class GenerationBatch:
     _timed_out: set[int] = field(init=False, default_factory=set)  # places
     _followers: dict[int, asyncio.Task[None]] = field(init=False, default_factory=dict)
     _asked: dict[int, asyncio.Future[Response]] = field(init=False, default_factory=dict)
-    # Limit of tokens and first token with routes, by index
-    _limits: dict[int, tuple[int | None, int]] = field(init=False, default_factory=dict)
+    # Limit of tokens, first token with routes, and session, by index
+    _further: dict[int, tuple[int | None, int, tuple[int, int]]] = field(
+        init=False, default_factory=dict
+    )
+    # Server that answered last, by index of a first prompt and by session
+    _homes: dict[int | tuple[int, int], str] = field(init=False, default_factory=dict)
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _waiting: deque[Request] = field(init=False, default_factory=deque)
     _running: dict[ResponseTask, tuple[Request, Address]] = field(init=False, default_factory=dict)
@@ -183,14 +188,21 @@ class GenerationBatch:
 
     def _next_turn(self, index: int) -> Request:
         prompt, begun = self.prompts[index], tuple(self.groups[index])
-        return Request([index], [prompt], 1, begun, self.limits.slots(prompt), *self._limits[index])
+        slots = self.limits.slots(prompt)
+        most, first_routed, session = self._further[index]
+        return Request([index], [prompt], 1, begun, slots, most, first_routed, session)
 
     async def _ask(
-        self, prompt: "Prompt", most: int | None = None, first_routed: int = 0
+        self,
+        first: int,
+        prompt: "Prompt",
+        most: int | None = None,
+        first_routed: int = 0,
+        session: int = 0,
     ) -> Response:
-        """Return one response to the prompt of a later turn."""
+        """Return one response to the prompt of a later turn. first: Index of the first prompt."""
         index = len(self.prompts)
-        self._limits[index] = most, first_routed
+        self._further[index] = most, first_routed, (first, session)
         self.prompts.append(prompt)
         self.groups.append([])
         answer = self._asked[index] = asyncio.get_running_loop().create_future()
@@ -234,7 +246,7 @@ class GenerationBatch:
 
     def _start_follower(self, index: int, responses: list[Response]) -> None:
         assert self.on_complete is not None
-        follower = asyncio.create_task(self.on_complete(index, responses, self._ask))
+        follower = asyncio.create_task(self.on_complete(index, responses, partial(self._ask, index)))
         follower.add_done_callback(lambda _: self._wake())
         self._followers[index] = follower
 
@@ -257,7 +269,9 @@ class GenerationBatch:
             loads = {url: self.loads[url] for url in addresses if url in others - full}
             url = None
             if now >= request.not_before:
-                url = choose_server(request.key, loads, request.slots, self.limits.concurrency)
+                url = choose_server(
+                    request.key, loads, request.slots, self.limits.concurrency, self._home(request)
+                )
                 if url is None:
                     full.update(loads)
             if url is None:
@@ -268,6 +282,12 @@ class GenerationBatch:
             )
             self._running[asyncio.create_task(response)] = request, addresses[url]
             self.loads[url] += request.slots
+
+    def _home(self, request: Request) -> str | None:
+        """Return the server that answered the last turn of a later turn's session."""
+        if request.session is None:
+            return None
+        return self._homes.get(request.session, self._homes.get(request.session[0]))
 
     def _needs_refit(self) -> bool:
         """Return True if no server will become usable without a refit. No request is in flight."""
@@ -328,6 +348,7 @@ class GenerationBatch:
             self.routing.answered(address.url)
             self.beat()
             for place, responses in zip(request.indices, answers, strict=True):
+                self._homes[request.session or place] = address.url
                 self.groups[place][:] = responses if _has_tokens(responses) else []
                 self._num_tokens += sum(len(response.token_ids) for response in responses)
                 if place in self._asked and is_complete(self.groups[place]):
@@ -343,7 +364,7 @@ class GenerationBatch:
             if not is_complete(self.groups[index]):
                 begun = tuple(self.groups[index])
                 slots = self.limits.slots(prompt)
-                further = request.most, request.first_routed
+                further = request.most, request.first_routed, request.session
                 rest = Request([index], [prompt], request.n, begun, slots, *further)
                 if self.accepts is None:
                     self._retry(rest, address, "it was aborted")

@@ -55,16 +55,20 @@ class KeptImages(Generic[K, V]):
 
 
 class SentImages:
-    """What a client has sent to servers that keep images.
-
-    counts: Bytes of the pixels that were sent ("image_bytes_sent"), images that were named
-    ("images_named"), and requests that a server refused because it did not keep an image that it
-    had been sent ("images_lost").
-    """
+    """Record of what a client has sent to servers that keep images."""
 
     def __init__(self) -> None:
         self._kept: dict[str, KeptImages[str, bool]] = {}
-        self.counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+
+    def take_counts(self) -> dict[str, float]:
+        """Return counts since the last call; none without images: bytes of the pixels that were
+        sent, images that were named, and named images that a server refused because it no longer
+        kept one of them.
+        """
+        taken, self._counts = self._counts, Counter()
+        names = ("image_bytes_sent", "images_named", "images_refused")
+        return {name: float(taken[name]) for name in names} if taken else {}
 
     def encoder(self, url: str, encoder: Encoder, *, keeps: bool) -> Encoder:
         """Return an encoder that names the images which a server keeps, and has `encoder` encode
@@ -73,9 +77,9 @@ class SentImages:
 
         def image(shown: "ProcessedImage") -> Body:
             if keeps and self._of(url).get(shown.key):
-                self.counts["images_named"] += 1
+                self._counts["images_named"] += 1
                 return f'"{BEGIN}{shown.key}"'.encode()
-            self.counts["image_bytes_sent"] += _num_bytes(shown)
+            self._counts["image_bytes_sent"] += _num_bytes(shown)
             return encoder.image(shown)
 
         return Encoder(image, encoder.media)
@@ -87,8 +91,8 @@ class SentImages:
 
     def lost(self, url: str, images: Iterable["ProcessedImage"]) -> None:
         """Note that a server does not keep some of these images."""
-        self.counts["images_lost"] += 1
         for image in images:
+            self._counts["images_refused"] += self._of(url).get(image.key) is not None
             self._of(url).drop(image.key)
 
     def _of(self, url: str) -> KeptImages[str, bool]:

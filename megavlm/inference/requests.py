@@ -92,8 +92,9 @@ class Request:
 
     indices: Index of each prompt in the batch. slots: Slots of a server that it takes. most: Limit
     of a response's tokens, if it is below the sampling's. first_routed: The first token of a prompt
-    whose routes are not known from earlier turns. not_before: Event loop time before which
-    it is not sent. last_url: The server at which it failed last.
+    whose routes are not known from earlier turns. session: For a later turn, the index of its
+    session's first prompt and the session's number. not_before: Event loop time before which it is
+    not sent. last_url: The server at which it failed last.
     """
 
     indices: list[int]
@@ -104,6 +105,7 @@ class Request:
     scored: Scored | None = field(default=None, kw_only=True)
     most: int | None = None
     first_routed: int = 0
+    session: tuple[int, int] | None = None
     not_before: float = 0.0
     last_url: str | None = None
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from megavlm.data.processor import Prompt
+from megavlm.data.processor import Processor, Prompt
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.kept_images import KeptImages
 from megavlm.inference.protocol import Response, SamplingParams
+from megavlm.inference.server import ManagedServer
+from megavlm.inference.server_args import ServerOptions
 from tests.fakes.fixed_servers import FixedServers
 from tests.sglang.conftest import Served
 from tests.sglang.questions import prompts
@@ -16,81 +19,104 @@ from tests.support.generation import generate
 from tests.support.random_images import image
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
-TURNS = 20
-SIDES = {"qwen2_5_vl": 56, "qwen3_vl": 64}  # pixels: images that the processor does not resize
+SIDES = {"qwen2_5_vl": 56, "qwen3_vl": 64, "qwen3_5": 64}  # pixels that no processor resizes
 
 
-def played(client: RolloutClient, served: Served, side: int, *, forgets: bool) -> list[Response]:
-    """Return the responses of a session with an image each turn. side: Of images. forgets: If true, the client
-    does not know what it has sent.
+def play(
+    client: RolloutClient, processor: Processor, side: int, turns: range, *, forgets: bool = False
+) -> list[tuple[Prompt, Response]]:
+    """Return the calls of a session that shows an image of `side` pixels at each turn. turns: The
+    number of turns, and the seeds of their images. forgets: If true, the client does not know what
+    it has sent.
     """
-    processor = served.processor
     suppressed = (*processor.suppressed_ids, processor.eos_id)
     how = SamplingParams(0.0, 4, suppressed_ids=suppressed, stop_ids=processor.stop_ids)
-    prompt: Prompt | None = None
-    found: list[Response] = []
-    row = prompts(processor)["text"].row
-    for turn in range(TURNS):
-        shown = replace(
-            row, problem="<image>", images=(image(SIDE, SIDE, 100 + turn),), messages=()
-        )
-        if prompt is None:
-            prompt = processor.prompt(shown)
-        else:
-            said = [*found[-1].token_ids.tolist(), processor.eos_id]
-            prompt = processor.next_turn(prompt, said, shown)
+    row, calls = prompts(processor)["text"].row, list[tuple[Prompt, Response]]()
+    for seed in turns:
+        shown = replace(row, problem="<image>", images=(image(side, side, seed),), messages=())
+        prompt = processor.prompt(shown)
+        if calls:
+            before, response = calls[-1]
+            said = [*response.token_ids.tolist(), processor.eos_id]
+            prompt = processor.next_turn(before, said, shown)
         if forgets:
             client.sent_images._kept.clear()
         ((response,),) = generate(client, [prompt], n=1, sampling_params=how)
-        found.append(response)
-    return found
+        calls.append((prompt, response))
+    return calls
 
 
-@pytest.mark.parametrize(
-    ("family", "is_local"), [("qwen2_5_vl", True), ("qwen2_5_vl", False), ("qwen3_vl", True)]
-)
-def test_a_session_sends_each_image_once(
-    servers: Callable[[str], Served], family: str, is_local: bool
+def check_equal(
+    calls: list[tuple[Prompt, Response]], others: list[tuple[Prompt, Response]]
 ) -> None:
-    """Its responses are those of sessions that send all images at every turn. Of Qwen3-VL, SGLang
-    reads images by another way.
-    """
-    served = servers(family).restore()
-    server, side = served.server, SIDES[family]
-    size = 3 * side * side
-    routing = FixedServers(server.url, api_key=server.api_key, is_local=is_local, takes_videos=True)
-    with RolloutClient(routing) as client:
-        before = played(client, served, side, forgets=True)
-        assert client.sent_images.counts == {"image_bytes_sent": size * TURNS * (TURNS + 1) // 2}
-    with RolloutClient(routing) as client:
-        after = played(client, served, side, forgets=False)
-        counts = {"image_bytes_sent": size * TURNS, "images_named": TURNS * (TURNS - 1) // 2}
-        assert client.sent_images.counts == counts
-    for response, other in zip(after, before, strict=True):
+    for (_, response), (_, other) in zip(calls, others, strict=True):
         assert response.token_ids.tolist() == other.token_ids.tolist()
         assert response.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
-def test_an_image_that_the_server_lacks_is_sent_after_its_refusal(served: Served) -> None:
-    """As after a restart, of which the client does not know."""
-    server, processor = served.server, served.processor
-    row = replace(
-        prompts(processor)["text"].row,
-        problem="<image>",
-        images=(image(56, 84, 999),),
-        messages=(),
-    )
-    prompt = processor.prompt(row)
-    how = SamplingParams(0.0, 4, stop_ids=processor.stop_ids)
-    with RolloutClient(FixedServers(server.url, api_key=server.api_key, is_local=True)) as client:
-        client.sent_images.answered(server.url, prompt.images)
-        ((response,),) = generate(client, [prompt], n=1, sampling_params=how)
-        counts = client.sent_images.counts
-    assert len(response.token_ids)
-    assert (counts["images_lost"], counts["images_named"]) == (1, 1)
-    assert counts["image_bytes_sent"] == 3 * 56 * 84
+@pytest.mark.parametrize(
+    ("family", "is_local", "num_turns"),
+    [
+        ("qwen2_5_vl", True, 20),
+        ("qwen2_5_vl", False, 5),
+        ("qwen3_vl", True, 5),
+        pytest.param("qwen3_5", True, 5, marks=pytest.mark.slow),
+    ],
+)
+def test_a_session_sends_each_image_once(
+    servers: Callable[[str], Served], family: str, is_local: bool, num_turns: int
+) -> None:
+    """Its responses are equal to the responses of a session that sends all images at every turn.
+    SGLang reads the images of Qwen3-VL and Qwen3.5 by another way. An image that the server lacks
+    is sent after its refusal.
+    """
+    served = servers(family).restore()
+    server, side, turns = served.server, SIDES[family], range(100, 100 + num_turns)
+    size = 3 * side * side
+    routing = FixedServers(server.url, api_key=server.api_key, is_local=is_local, takes_videos=True)
+    with RolloutClient(routing) as client:
+        before = play(client, served.processor, side, turns, forgets=True)
+        counts = client.sent_images.take_counts()
+        assert counts["image_bytes_sent"] == size * num_turns * (num_turns + 1) // 2
+        assert counts["images_named"] == 0
+    with RolloutClient(routing) as client:
+        after = play(client, served.processor, side, turns)
+        assert client.sent_images.take_counts() == {
+            "image_bytes_sent": size * num_turns,
+            "images_named": num_turns * (num_turns - 1) // 2,
+            "images_refused": 0,
+        }
+        check_equal(after, before)
+
+        lacked = range(900, 901)
+        row = replace(before[0][0].row, images=(image(side, side, 900),))
+        client.sent_images.answered(server.url, served.processor.prompt(row).images)
+        after = play(client, served.processor, side, lacked)
+        counts = {"image_bytes_sent": size, "images_named": 1, "images_refused": 1}
+        assert client.sent_images.take_counts() == counts
+        check_equal(after, play(client, served.processor, side, lacked, forgets=True))
 
 
+def test_a_server_without_our_support_is_sent_all_images(served: Served) -> None:
+    server, turns = served.server, range(100, 103)
+    with RolloutClient(FixedServers(server.url, api_key=server.api_key)) as client:
+        play(client, served.processor, 56, turns)
+        counts = client.sent_images.take_counts()
+    assert (counts["image_bytes_sent"], counts["images_named"]) == (6 * 3 * 56 * 56, 0)
+
+
+def test_the_images_of_a_session_are_sent_again_to_a_server_that_has_restarted(
+    served: Served, tmp_path: Path
+) -> None:
+    """Its second half is played after the restart, of which the client does not know."""
+    options = ServerOptions(served.folder, dtype="float32", device="cpu")
+    server = ManagedServer(options, log_path=tmp_path / "log")
+    with forking_servers(), server:
+        routing = FixedServers(server.url, api_key=server.api_key, is_local=True)
+        with RolloutClient(routing) as client:
+            play(client, served.processor, 56, range(100, 103))
+    
+    
 def test_the_images_used_last_are_kept() -> None:
     kept: KeptImages[str, int] = KeptImages(10)
     for key, size in (("a", 4), ("b", 4), ("a", 5)):

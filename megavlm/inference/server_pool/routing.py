@@ -61,7 +61,9 @@ class Routing(Protocol):
         """
 
 
-def choose_server(key: str, loads: Mapping[str, int], size: int, limit: int) -> str | None:
+def choose_server(
+    key: str, loads: Mapping[str, int], size: int, limit: int, home: str | None = None
+) -> str | None:
     """Return the server for a request that takes `size` slots. Returns None if no server is idle or
     has that many of its `limit` slots free.
 
@@ -72,6 +74,8 @@ def choose_server(key: str, loads: Mapping[str, int], size: int, limit: int) -> 
         key: Key of the prompt's images, equal for prompts that show the same images.
         loads: Slots taken, by server.
         limit: Slots of each server.
+        home: Server that answered the last turn of the session. It has the prefix and the images,
+            so it is taken while its load is not above the bound.
     """
     bound = SLACK * (sum(loads.values()) + size) / max(len(loads), 1)
     free = {url: load for url, load in loads.items() if load == 0 or load + size <= limit}
@@ -81,4 +85,6 @@ def choose_server(key: str, loads: Mapping[str, int], size: int, limit: int) -> 
     if not fair:
         least = min(free.values())
         fair = [url for url, load in free.items() if load == least]
+    if home in fair:
+        return home
     return max(fair, key=lambda url: hashlib.sha256(f"{url} {key}".encode()).digest())
