@@ -246,7 +246,8 @@ class GenerationBatch:
 
     def _start_follower(self, index: int, responses: list[Response]) -> None:
         assert self.on_complete is not None
-        follower = asyncio.create_task(self.on_complete(index, responses, partial(self._ask, index)))
+        ask = partial(self._ask, index)
+        follower = asyncio.create_task(self.on_complete(index, responses, ask))
         follower.add_done_callback(lambda _: self._wake())
         self._followers[index] = follower
 

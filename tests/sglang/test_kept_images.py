@@ -1,6 +1,6 @@
 """Images that the real server keeps: a session sends each one once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,23 +15,31 @@ from megavlm.inference.server_args import ServerOptions
 from tests.fakes.fixed_servers import FixedServers
 from tests.sglang.conftest import Served
 from tests.sglang.questions import prompts
+from tests.support.forked_servers import forking_servers
 from tests.support.generation import generate
 from tests.support.random_images import image
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
 SIDES = {"qwen2_5_vl": 56, "qwen3_vl": 64, "qwen3_5": 64}  # pixels that no processor resizes
+Calls = Sequence[tuple[Prompt, Response]]
 
 
 def play(
-    client: RolloutClient, processor: Processor, side: int, turns: range, *, forgets: bool = False
-) -> list[tuple[Prompt, Response]]:
-    """Return the calls of a session that shows an image of `side` pixels at each turn. turns: The
-    number of turns, and the seeds of their images. forgets: If true, the client does not know what
-    it has sent.
+    client: RolloutClient,
+    processor: Processor,
+    side: int,
+    turns: range,
+    begun: Calls = (),
+    *,
+    forgets: bool = False,
+) -> Calls:
+    """Return the calls of a session that shows an image of `side` pixels at each turn. turns: Seeds
+    of the turns' images. begun: Earlier calls of the session. forgets: If true, the client does not
+    know what it has sent.
     """
     suppressed = (*processor.suppressed_ids, processor.eos_id)
     how = SamplingParams(0.0, 4, suppressed_ids=suppressed, stop_ids=processor.stop_ids)
-    row, calls = prompts(processor)["text"].row, list[tuple[Prompt, Response]]()
+    row, calls = prompts(processor)["text"].row, [*begun]
     for seed in turns:
         shown = replace(row, problem="<image>", images=(image(side, side, seed),), messages=())
         prompt = processor.prompt(shown)
@@ -46,9 +54,7 @@ def play(
     return calls
 
 
-def check_equal(
-    calls: list[tuple[Prompt, Response]], others: list[tuple[Prompt, Response]]
-) -> None:
+def check_equal(calls: Calls, others: Calls) -> None:
     for (_, response), (_, other) in zip(calls, others, strict=True):
         assert response.token_ids.tolist() == other.token_ids.tolist()
         assert response.logprobs == pytest.approx(other.logprobs, abs=1e-5)
@@ -88,8 +94,8 @@ def test_a_session_sends_each_image_once(
         }
         check_equal(after, before)
 
-        lacked = range(900, 901)
-        row = replace(before[0][0].row, images=(image(side, side, 900),))
+        lacked = range(900 + is_local, 901 + is_local)
+        row = replace(before[0][0].row, images=(image(side, side, lacked[0]),))
         client.sent_images.answered(server.url, served.processor.prompt(row).images)
         after = play(client, served.processor, side, lacked)
         counts = {"image_bytes_sent": size, "images_named": 1, "images_refused": 1}
@@ -108,15 +114,24 @@ def test_a_server_without_our_support_is_sent_all_images(served: Served) -> None
 def test_the_images_of_a_session_are_sent_again_to_a_server_that_has_restarted(
     served: Served, tmp_path: Path
 ) -> None:
-    """Its second half is played after the restart, of which the client does not know."""
+    """The client does not know of the restart, which is after three of its five turns."""
+    processor, turns = served.restore().processor, range(100, 105)
     options = ServerOptions(served.folder, dtype="float32", device="cpu")
     server = ManagedServer(options, log_path=tmp_path / "log")
-    with forking_servers(), server:
-        routing = FixedServers(server.url, api_key=server.api_key, is_local=True)
-        with RolloutClient(routing) as client:
-            play(client, served.processor, 56, range(100, 103))
-    
-    
+    routing = FixedServers(server.url, api_key=server.api_key, is_local=True)
+    with forking_servers(), RolloutClient(routing) as client:
+        with server:
+            begun = play(client, processor, 56, turns[:3])
+        client.sent_images.take_counts()
+        with server:
+            calls = play(client, processor, 56, turns[3:], begun)
+            counts = client.sent_images.take_counts()
+    assert counts["images_refused"] == 3 and counts["images_named"] == 3 + 4
+    assert counts["image_bytes_sent"] == 3 * 56 * 56 * (1 + 4 + 1)
+    with served.client as client:
+        check_equal(calls, play(client, processor, 56, turns, forgets=True))
+
+
 def test_the_images_used_last_are_kept() -> None:
     kept: KeptImages[str, int] = KeptImages(10)
     for key, size in (("a", 4), ("b", 4), ("a", 5)):
