@@ -11,6 +11,7 @@ from megavlm.http_client import open_session
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.generation import GenerationBatch, OnComplete
 from megavlm.inference.kept_images import SentImages
+from megavlm.inference.live_sessions import LiveSessions
 from megavlm.inference.protocol import Response, SamplingParams, Scored
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_pool.routing import Routing
@@ -46,6 +47,7 @@ class RolloutClient:
         self._loads: Counter[str] = Counter()
         self._batches: list[GenerationBatch] = []
         self.sent_images = SentImages()
+        self._sessions = LiveSessions(limits.session_tokens)
         self.runner = asyncio.Runner()
         self._http: aiohttp.ClientSession | None = None
 
@@ -103,6 +105,7 @@ class RolloutClient:
             beat=self._beat,
             loads=self._loads,
             sent_images=self.sent_images,
+            sessions=self._sessions,
             peers=self._batches,
         )
         self._batches.append(batch)

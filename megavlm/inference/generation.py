@@ -13,6 +13,7 @@ import aiohttp
 
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.kept_images import SentImages
+from megavlm.inference.live_sessions import LiveSessions
 from megavlm.inference.protocol import Response, SamplingParams, Scored, bearer, is_complete
 from megavlm.inference.requests import (
     ATTEMPTS,
@@ -80,8 +81,8 @@ class GenerationBatch:
 
     show: Callback for a progress line. beat: Callback for each answer.
 
-    loads, sent_images, peers: Slots taken per server, images that servers keep, and all batches of
-    the client; shared by them.
+    loads, sent_images, sessions, peers: Slots taken per server, images that servers keep, sessions
+    that are played, and all batches of the client; shared by them.
 
     resumed: Set unless the batch is paused.
     """
@@ -102,6 +103,7 @@ class GenerationBatch:
     accepts: Callable[[str], bool] | None = None
     loads: Counter[str] = field(default_factory=Counter)
     sent_images: SentImages = field(default_factory=SentImages)
+    sessions: LiveSessions = field(default_factory=lambda: LiveSessions(None))
     peers: "list[GenerationBatch]" = field(default_factory=list)
     resumed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _num_first: int = field(init=False)  # prompts of first turns; later turns follow
@@ -209,7 +211,10 @@ class GenerationBatch:
         self._waiting.append(self._next_turn(index))
         self._wake()
         try:
-            return await answer
+            response = await answer
+            known = len(self.prompts[first].token_ids)
+            self.sessions.grow(len(prompt.token_ids) + len(response.token_ids) - known)
+            return response
         except asyncio.CancelledError:
             self._asked.pop(index, None)
             self._wake()
@@ -248,8 +253,13 @@ class GenerationBatch:
         assert self.on_complete is not None
         ask = partial(self._ask, index)
         follower = asyncio.create_task(self.on_complete(index, responses, ask))
-        follower.add_done_callback(lambda _: self._wake())
         self._followers[index] = follower
+        if responses:
+            self.sessions.grow(max(len(response.token_ids) for response in responses))
+            length = len(self.prompts[index].token_ids)
+            self.sessions.start((self, index), self._homes[index], length, self.n)
+            follower.add_done_callback(lambda _: self.sessions.end((self, index)))
+        follower.add_done_callback(lambda _: self._wake())
 
     @property
     def _num_complete(self) -> int:
@@ -257,7 +267,8 @@ class GenerationBatch:
 
     def _send_waiting(self) -> None:
         """Send as many waiting requests as the servers may have in flight. No request overtakes
-        another that waits for free slots at the same server.
+        another that waits for free slots at the same server. Sessions start only where the cache
+        has room for them, and wait without keeping later turns from their servers.
         """
         addresses = {a.url: a for a in self.routing.routable(self.version)}
         now = asyncio.get_running_loop().time()
@@ -268,6 +279,13 @@ class GenerationBatch:
                 continue
             others = addresses.keys() - {request.last_url} or addresses.keys()
             loads = {url: self.loads[url] for url in addresses if url in others - full}
+            lengths = [len(prompt.token_ids) for prompt in request.prompts]
+            if begins := request.session is None and self.scored is None and self.on_complete:
+                loads = {
+                    url: load
+                    for url, load in loads.items()
+                    if self.sessions.has_room(addresses[url], lengths, self.n)
+                }
             url = None
             if now >= request.not_before:
                 url = choose_server(
@@ -283,6 +301,9 @@ class GenerationBatch:
             )
             self._running[asyncio.create_task(response)] = request, addresses[url]
             self.loads[url] += request.slots
+            if begins:
+                for index, length in zip(request.indices, lengths, strict=True):
+                    self.sessions.start((self, index), url, length, self.n)
 
     def _home(self, request: Request) -> str | None:
         """Return the server that answered the last turn of a later turn's session."""
@@ -375,6 +396,9 @@ class GenerationBatch:
     def _take(self, task: ResponseTask) -> Request:
         request, address = self._running.pop(task)
         self.loads[address.url] -= request.slots
+        if request.session is None:
+            for index in request.indices:
+                self.sessions.stop((self, index))
         for peer in self.peers:
             peer._wake()
         return request

@@ -47,6 +47,7 @@ class RequestLimits:
     headers come when all tokens are sampled. connect: Time to open a connection. retry_delay:
     Longest pause before the first retry. concurrency: Prompts in flight at each server.
     image_tokens: Limit on image tokens of the prompts in flight at each server.
+    session_tokens: Tokens that later turns may add to a prompt; None if there are none.
     """
 
     total: float = 300.0
@@ -56,6 +57,7 @@ class RequestLimits:
     retry_delay: float = 1.0
     concurrency: int = 64
     image_tokens: int = 65536
+    session_tokens: int | None = None
 
     def slots(self, prompt: "Prompt") -> int:
         """Return how many of a server's `concurrency` slots a prompt takes: one, or more if its
@@ -302,7 +304,7 @@ def make_requests(
     fresh = [p for p, responses in enumerate(begun) if not responses and p not in skipped]
     needed = sum(limits.slots(prompts[index]) for index in fresh)
     size = min(  # size of a request in slots
-        PROMPTS_PER_REQUEST,
+        PROMPTS_PER_REQUEST if limits.session_tokens is None else 1,  # each starts sessions
         max(1, TOKENS_PER_REQUEST // sampling_params.max_new_tokens),
         limits.concurrency,
         -(-needed // num_servers) or 1,

@@ -14,7 +14,8 @@ SLACK = 1.25  # load of a server, relative to the mean, above which requests go 
 class Address:
     """URL for requests, and its keys. is_local: True if the server runs on this machine as this
     user, so that it can read this process's files. takes_videos: True if the server runs megavlm's
-    support for prompts with videos.
+    support for prompts with videos. cache_tokens: Tokens that its prefix cache holds; None if that
+    is not known.
     """
 
     url: str
@@ -22,6 +23,7 @@ class Address:
     admin_key: str | None = field(default=None, repr=False)
     is_local: bool = False
     takes_videos: bool = False
+    cache_tokens: int | None = None
 
 
 class RecoveryForecast(Enum):

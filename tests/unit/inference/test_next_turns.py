@@ -91,6 +91,29 @@ def test_a_session_stays_at_the_server_that_has_its_images() -> None:
     assert len({tuple(numbers) for numbers in used}) == 2, "sessions are spread"
 
 
+def test_no_more_sessions_start_than_the_cache_of_their_server_holds() -> None:
+    """Until a group has ended, a session is expected to be as long as it may be: 3 + 47 tokens."""
+    live, counts = 0, list[int]()
+    limits = RequestLimits(retry_delay=0.0, session_tokens=47)
+    with FakeServer() as one, FakeServer() as two:
+        routing = FixedServers(one.url, two.url, cache_tokens=160)
+
+        async def on_complete(index: int, responses: list[Response], ask: Any) -> None:
+            nonlocal live
+            live += len(responses)
+            await ask(make_prompt(first_id=50 + index))
+            while not counts and live < 6:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)  # more would have started by now
+            counts.append(live)
+            live -= len(responses)
+
+        with RolloutClient(routing, limits) as client:
+            prompts = [make_prompt(first_id=first) for first in range(9)]
+            generate(client, prompts, n=1, sampling_params=SAMPLING, on_complete=on_complete)
+    assert counts[0] == 6 and len(counts) == 9, "three at each server"
+
+
 def test_a_next_turn_that_was_aborted_keeps_its_limit() -> None:
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
         fake.held, fake.held_once, fake.num_held_tokens = {9}, True, 3
