@@ -256,10 +256,17 @@ class GenerationBatch:
         self._followers[index] = follower
         if responses:
             self.sessions.grow(max(len(response.token_ids) for response in responses))
-            length = len(self.prompts[index].token_ids)
-            self.sessions.start((self, index), self._homes[index], length, self.n)
-            follower.add_done_callback(lambda _: self.sessions.end((self, index)))
+            if home := self._homes.get(index):  # none where an earlier run has the first responses
+                length = len(self.prompts[index].token_ids)
+                self.sessions.start((self, index), home, length, self.n)
+            follower.add_done_callback(lambda _: self._end_sessions(index))
         follower.add_done_callback(lambda _: self._wake())
+
+    def _end_sessions(self, index: int) -> None:
+        """Make room for other sessions, of all batches."""
+        self.sessions.end((self, index))
+        for peer in self.peers:
+            peer._wake()
 
     @property
     def _num_complete(self) -> int:

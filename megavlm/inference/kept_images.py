@@ -62,9 +62,11 @@ class SentImages:
         self._counts: Counter[str] = Counter()
 
     def take_counts(self) -> dict[str, float]:
-        """Return counts since the last call; none without images: bytes of the pixels that were
-        sent, images that were named, and named images that a server refused because it no longer
-        kept one of them.
+        """Return counts since the last call, by the names of their metrics; {} without images.
+
+        image_bytes_sent: Bytes of the pixels that were sent. images_named: Images that were named.
+        images_refused: Images of them that were sent after all, because their server refused a
+        request that named them.
         """
         taken, self._counts = self._counts, Counter()
         names = ("image_bytes_sent", "images_named", "images_refused")
