@@ -254,7 +254,7 @@ class GenerationBatch:
         ask = partial(self._ask, index)
         follower = asyncio.create_task(self.on_complete(index, responses, ask))
         self._followers[index] = follower
-        if responses:
+        if responses and self.scored is None:
             self.sessions.grow(max(len(response.token_ids) for response in responses))
             if home := self._homes.get(index):  # none where an earlier run has the first responses
                 length = len(self.prompts[index].token_ids)
