@@ -23,6 +23,7 @@ POLICY = (
     "importance_mean", "importance_corrected_share", "rejected_share", "rollout_train_kl",
     "stale_share", "stale_steps", "dropped_groups", "timed_out_groups", "servers_idle",
     "accept_length", "kept_tokens", "kept_tokens_max", "kept_bytes",
+    "image_bytes_sent", "images_named", "images_refused",
     "teacher_bytes", "teacher_rest", "waves", "trainer_idle_share",
     "rollout_max_difference",
     "kl_coefficient", "sync_bytes", "sync_seconds", "sync_tensors", "sync_checked", "sync_servers",

@@ -383,6 +383,17 @@ def derive(config: Config, following: Collection[str]) -> Config:
     return config
 
 
+def longest_session(config: Config) -> int | None:
+    """Return the maximum number of tokens that an episode adds to its first prompt; None if it has
+    one turn, or an agent's calls.
+    """
+    environment, new = config.environment, config.rollout.max_new_tokens
+    if environment.name == "gateway" or environment.max_turns == 1:
+        return None
+    turns, observed = environment.max_turns, environment.max_observation_tokens
+    return min(turns * new + (turns - 1) * observed, environment.max_tokens or sys.maxsize)
+
+
 def longest_tree(config: Config, *, episodes: int) -> int:
     """Return the maximum number of tokens of a prompt with `episodes` of its episodes."""
     environment, new = config.environment, config.rollout.max_new_tokens

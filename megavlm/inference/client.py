@@ -10,6 +10,8 @@ import aiohttp
 from megavlm.http_client import open_session
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.generation import GenerationBatch, OnComplete
+from megavlm.inference.kept_images import SentImages
+from megavlm.inference.live_sessions import LiveSessions
 from megavlm.inference.protocol import Response, SamplingParams, Scored
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server_pool.routing import Routing
@@ -44,6 +46,8 @@ class RolloutClient:
         self._routing, self.limits, self._show, self._beat = routing, limits, show, beat
         self._loads: Counter[str] = Counter()
         self._batches: list[GenerationBatch] = []
+        self.sent_images = SentImages()
+        self._sessions = LiveSessions(limits.session_tokens)
         self.runner = asyncio.Runner()
         self._http: aiohttp.ClientSession | None = None
 
@@ -100,6 +104,8 @@ class RolloutClient:
             show=self._show,
             beat=self._beat,
             loads=self._loads,
+            sent_images=self.sent_images,
+            sessions=self._sessions,
             peers=self._batches,
         )
         self._batches.append(batch)

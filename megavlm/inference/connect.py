@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from megavlm.config.algorithm import replays_routing
+from megavlm.config.cross_rules import longest_session
 from megavlm.config.rollout import Rollout
 from megavlm.config.schema import Config
 from megavlm.inference.client import RolloutClient
@@ -90,7 +91,7 @@ def connect(
     states_file = Path(config.run.dir) / SERVERS_FILE
     waits = waits or rollout.colocate
     server_pool = ServerPool(handles, policy, progress.line, states_file, waits=waits)
-    with server_pool, _client(rollout, server_pool, progress.show, beat) as client:
+    with server_pool, _client(config, server_pool, progress.show, beat) as client:
         if not rollout.colocate:
             yield Connection(client, server_pool)
             return
@@ -108,12 +109,13 @@ def _waiting(config: Config, count: int) -> str:
 
 
 def _client(
-    rollout: Rollout,
+    config: Config,
     server_pool: ServerPool,
     show: Callable[[str], object],
     beat: Callable[[], object],
 ) -> RolloutClient:
     allow_open_files()  # a request needs one, and so does each of its images
+    rollout = config.rollout
     image_tokens = rollout.image_tokens or IMAGE_TOKENS[platform.device().type]
     servers = len(rollout.urls) if rollout.router is not None else 1  # servers behind one address
     limits = RequestLimits(
@@ -121,6 +123,7 @@ def _client(
         token=TOKEN_SECONDS,
         concurrency=servers * rollout.concurrency,
         image_tokens=servers * image_tokens,
+        session_tokens=longest_session(config),
     )
     if rollout.router is None:
         return RolloutClient(server_pool, limits, show, beat)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import aiohttp
 
 from megavlm.inference.errors import RolloutServerError
+from megavlm.inference.kept_images import SentImages
+from megavlm.inference.live_sessions import LiveSessions
 from megavlm.inference.protocol import Response, SamplingParams, Scored, bearer, is_complete
 from megavlm.inference.requests import (
     ATTEMPTS,
@@ -40,12 +42,13 @@ ResponseTask = asyncio.Task[list[list[Response]]]
 
 class GenerateFn(Protocol):
     """Function that returns one response to another prompt. most: Limit of its tokens, if it is
-    below the sampling's. first_routed: The first token of the prompt whose routes are not known. If
-    the call is cancelled, its request is dropped.
+    below the sampling's. first_routed: The first token of the prompt whose routes are not known.
+    session: Number of the session among those of the first prompt; its requests stay at one server.
+    If the call is cancelled, its request is dropped.
     """
 
     def __call__(
-        self, prompt: "Prompt", most: int | None = None, first_routed: int = 0
+        self, prompt: "Prompt", most: int | None = None, first_routed: int = 0, session: int = 0
     ) -> Awaitable[Response]: ...
 
 
@@ -78,7 +81,8 @@ class GenerationBatch:
 
     show: Callback for a progress line. beat: Callback for each answer.
 
-    loads, peers: Slots taken per server, and all batches of the client; shared by them.
+    loads, sent_images, sessions, peers: Slots taken per server, images that servers keep, sessions
+    that are played, and all batches of the client; shared by them.
 
     resumed: Set unless the batch is paused.
     """
@@ -98,6 +102,8 @@ class GenerationBatch:
     scored: Scored | None = None
     accepts: Callable[[str], bool] | None = None
     loads: Counter[str] = field(default_factory=Counter)
+    sent_images: SentImages = field(default_factory=SentImages)
+    sessions: LiveSessions = field(default_factory=lambda: LiveSessions(None))
     peers: "list[GenerationBatch]" = field(default_factory=list)
     resumed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _num_first: int = field(init=False)  # prompts of first turns; later turns follow
@@ -105,8 +111,12 @@ class GenerationBatch:
     _timed_out: set[int] = field(init=False, default_factory=set)  # places
     _followers: dict[int, asyncio.Task[None]] = field(init=False, default_factory=dict)
     _asked: dict[int, asyncio.Future[Response]] = field(init=False, default_factory=dict)
-    # Limit of tokens and first token with routes, by index
-    _limits: dict[int, tuple[int | None, int]] = field(init=False, default_factory=dict)
+    # Limit of tokens, first token with routes, and session, by index
+    _further: dict[int, tuple[int | None, int, tuple[int, int]]] = field(
+        init=False, default_factory=dict
+    )
+    # Server that answered last, by index of a first prompt and by session
+    _homes: dict[int | tuple[int, int], str] = field(init=False, default_factory=dict)
     _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _waiting: deque[Request] = field(init=False, default_factory=deque)
     _running: dict[ResponseTask, tuple[Request, Address]] = field(init=False, default_factory=dict)
@@ -180,21 +190,31 @@ class GenerationBatch:
 
     def _next_turn(self, index: int) -> Request:
         prompt, begun = self.prompts[index], tuple(self.groups[index])
-        return Request([index], [prompt], 1, begun, self.limits.slots(prompt), *self._limits[index])
+        slots = self.limits.slots(prompt)
+        most, first_routed, session = self._further[index]
+        return Request([index], [prompt], 1, begun, slots, most, first_routed, session)
 
     async def _ask(
-        self, prompt: "Prompt", most: int | None = None, first_routed: int = 0
+        self,
+        first: int,
+        prompt: "Prompt",
+        most: int | None = None,
+        first_routed: int = 0,
+        session: int = 0,
     ) -> Response:
-        """Return one response to the prompt of a later turn."""
+        """Return one response to the prompt of a later turn. first: Index of the first prompt."""
         index = len(self.prompts)
-        self._limits[index] = most, first_routed
+        self._further[index] = most, first_routed, (first, session)
         self.prompts.append(prompt)
         self.groups.append([])
         answer = self._asked[index] = asyncio.get_running_loop().create_future()
         self._waiting.append(self._next_turn(index))
         self._wake()
         try:
-            return await answer
+            response = await answer
+            known = len(self.prompts[first].token_ids)
+            self.sessions.grow(len(prompt.token_ids) + len(response.token_ids) - known)
+            return response
         except asyncio.CancelledError:
             self._asked.pop(index, None)
             self._wake()
@@ -231,9 +251,22 @@ class GenerationBatch:
 
     def _start_follower(self, index: int, responses: list[Response]) -> None:
         assert self.on_complete is not None
-        follower = asyncio.create_task(self.on_complete(index, responses, self._ask))
-        follower.add_done_callback(lambda _: self._wake())
+        ask = partial(self._ask, index)
+        follower = asyncio.create_task(self.on_complete(index, responses, ask))
         self._followers[index] = follower
+        if responses and self.scored is None:
+            self.sessions.grow(max(len(response.token_ids) for response in responses))
+            if home := self._homes.get(index):  # none where an earlier run has the first responses
+                length = len(self.prompts[index].token_ids)
+                self.sessions.start((self, index), home, length, self.n)
+            follower.add_done_callback(lambda _: self._end_sessions(index))
+        follower.add_done_callback(lambda _: self._wake())
+
+    def _end_sessions(self, index: int) -> None:
+        """Make room for other sessions, of all batches."""
+        self.sessions.end((self, index))
+        for peer in self.peers:
+            peer._wake()
 
     @property
     def _num_complete(self) -> int:
@@ -241,7 +274,8 @@ class GenerationBatch:
 
     def _send_waiting(self) -> None:
         """Send as many waiting requests as the servers may have in flight. No request overtakes
-        another that waits for free slots at the same server.
+        another that waits for free slots at the same server. Sessions start only where the cache
+        has room for them, and wait without keeping later turns from their servers.
         """
         addresses = {a.url: a for a in self.routing.routable(self.version)}
         now = asyncio.get_running_loop().time()
@@ -252,17 +286,37 @@ class GenerationBatch:
                 continue
             others = addresses.keys() - {request.last_url} or addresses.keys()
             loads = {url: self.loads[url] for url in addresses if url in others - full}
+            lengths = [len(prompt.token_ids) for prompt in request.prompts]
+            if begins := request.session is None and self.scored is None and self.on_complete:
+                loads = {
+                    url: load
+                    for url, load in loads.items()
+                    if self.sessions.has_room(addresses[url], lengths, self.n)
+                }
             url = None
             if now >= request.not_before:
-                url = choose_server(request.key, loads, request.slots, self.limits.concurrency)
+                url = choose_server(
+                    request.key, loads, request.slots, self.limits.concurrency, self._home(request)
+                )
                 if url is None:
                     full.update(loads)
             if url is None:
                 self._waiting.append(request)  # each is tried once, so all keep their order
                 continue
-            response = request.send(self.http, addresses[url], self.sampling_params, self.limits)
+            response = request.send(
+                self.http, addresses[url], self.sampling_params, self.limits, self.sent_images
+            )
             self._running[asyncio.create_task(response)] = request, addresses[url]
             self.loads[url] += request.slots
+            if begins:
+                for index, length in zip(request.indices, lengths, strict=True):
+                    self.sessions.start((self, index), url, length, self.n)
+
+    def _home(self, request: Request) -> str | None:
+        """Return the server that answered the last turn of a later turn's session."""
+        if request.session is None:
+            return None
+        return self._homes.get(request.session, self._homes.get(request.session[0]))
 
     def _needs_refit(self) -> bool:
         """Return True if no server will become usable without a refit. No request is in flight."""
@@ -323,6 +377,7 @@ class GenerationBatch:
             self.routing.answered(address.url)
             self.beat()
             for place, responses in zip(request.indices, answers, strict=True):
+                self._homes[request.session or place] = address.url
                 self.groups[place][:] = responses if _has_tokens(responses) else []
                 self._num_tokens += sum(len(response.token_ids) for response in responses)
                 if place in self._asked and is_complete(self.groups[place]):
@@ -338,7 +393,7 @@ class GenerationBatch:
             if not is_complete(self.groups[index]):
                 begun = tuple(self.groups[index])
                 slots = self.limits.slots(prompt)
-                further = request.most, request.first_routed
+                further = request.most, request.first_routed, request.session
                 rest = Request([index], [prompt], request.n, begun, slots, *further)
                 if self.accepts is None:
                     self._retry(rest, address, "it was aborted")
@@ -348,6 +403,9 @@ class GenerationBatch:
     def _take(self, task: ResponseTask) -> Request:
         request, address = self._running.pop(task)
         self.loads[address.url] -= request.slots
+        if request.session is None:
+            for index in request.indices:
+                self.sessions.stop((self, index))
         for peer in self.peers:
             peer._wake()
         return request

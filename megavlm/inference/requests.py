@@ -23,11 +23,13 @@ from megavlm.inference.bodies import (
     score_body,
 )
 from megavlm.inference.errors import RolloutRequestError
+from megavlm.inference.kept_images import LACKS, SentImages
 from megavlm.inference.protocol import Response, SamplingParams, Scored, bearer
 from megavlm.inference.server_pool.routing import Address
 from megavlm.parallel.shared_file import shared_file
 
 if TYPE_CHECKING:
+    from megavlm.data.media.image_processing import ProcessedImage
     from megavlm.data.processor import Prompt
 
 ATTEMPTS = 4  # maximum attempts of a request, over all servers
@@ -45,6 +47,7 @@ class RequestLimits:
     headers come when all tokens are sampled. connect: Time to open a connection. retry_delay:
     Longest pause before the first retry. concurrency: Prompts in flight at each server.
     image_tokens: Limit on image tokens of the prompts in flight at each server.
+    session_tokens: Tokens that later turns may add to a prompt; None if there are none.
     """
 
     total: float = 300.0
@@ -54,6 +57,7 @@ class RequestLimits:
     retry_delay: float = 1.0
     concurrency: int = 64
     image_tokens: int = 65536
+    session_tokens: int | None = None
 
     def slots(self, prompt: "Prompt") -> int:
         """Return how many of a server's `concurrency` slots a prompt takes: one, or more if its
@@ -90,8 +94,9 @@ class Request:
 
     indices: Index of each prompt in the batch. slots: Slots of a server that it takes. most: Limit
     of a response's tokens, if it is below the sampling's. first_routed: The first token of a prompt
-    whose routes are not known from earlier turns. not_before: Event loop time before which
-    it is not sent. last_url: The server at which it failed last.
+    whose routes are not known from earlier turns. session: For a later turn, the index of its
+    session's first prompt and the session's number. not_before: Event loop time before which it is
+    not sent. last_url: The server at which it failed last.
     """
 
     indices: list[int]
@@ -102,6 +107,7 @@ class Request:
     scored: Scored | None = field(default=None, kw_only=True)
     most: int | None = None
     first_routed: int = 0
+    session: tuple[int, int] | None = None
     not_before: float = 0.0
     last_url: str | None = None
 
@@ -126,9 +132,11 @@ class Request:
         address: Address,
         sampling_params: SamplingParams,
         limits: RequestLimits,
+        sent: SentImages,
     ) -> list[list[Response]]:
         """Send the request and return the responses of each prompt. A server on this machine gets
-        images and videos as paths of in-memory files.
+        images and videos as paths of in-memory files. Images that the server has from an earlier
+        request are only named; if it has restarted since, they are sent after its refusal.
 
         Raises RequestFailed if another attempt may succeed, and RolloutRequestError for a 4xx
         status, for videos that the server does not take, or as `parse_generate` does.
@@ -147,34 +155,26 @@ class Request:
             )
         seconds = limits.total + limits.token * sampling_params.max_new_tokens
         try:
-            with ExitStack() as files:
-                body = self.body(sampling_params, _in_files(files) if address.is_local else IN_BODY)
-                if address.is_local:  # short enough to send at once
-                    body = [b"".join(body)]
-                headers = bearer(address.api_key) | {
-                    "Content-Type": "application/json",
-                    "Content-Length": str(sum(map(len, body))),
-                }
-                async with (
-                    asyncio.timeout(seconds),
-                    http.post(
-                        url, data=_chunks(body), headers=headers, allow_redirects=False
-                    ) as reply,
-                ):
-                    try:
-                        content = await asyncio.wait_for(reply.read(), limits.body)
-                    except TimeoutError as error:
-                        reason = f"its body took more than {limits.body:g} s"
-                        raise RequestTimedOut(reason) from error
-            if reply.status != 200:
-                text = content[:500].decode(errors="replace")
-                if not 400 <= reply.status < 500:
-                    raise RequestFailed(f"HTTP {reply.status}: {text}")
-                refused = RequestRefused if reply.status == 400 else RolloutRequestError
-                raise refused(
-                    f"{url} returned HTTP {reply.status} for the request of {self.source}: {text}"
+            status, content = await self._post(
+                http, address, sampling_params, limits, sent, seconds
+            )
+            if status == 400 and LACKS.encode() in content:
+                sent.lost(address.url, self._images)
+                status, content = await self._post(
+                    http, address, sampling_params, limits, sent, seconds
                 )
-            return self.parse(orjson.loads(content), sampling_params)
+            if status != 200:
+                text = content[:500].decode(errors="replace")
+                if not 400 <= status < 500:
+                    raise RequestFailed(f"HTTP {status}: {text}")
+                refused = RequestRefused if status == 400 else RolloutRequestError
+                raise refused(
+                    f"{url} returned HTTP {status} for the request of {self.source}: {text}"
+                )
+            answer = orjson.loads(content)
+            responses = self.parse(answer, sampling_params)
+            sent.answered(address.url, self._images)
+            return responses
         except aiohttp.ClientError as error:
             raise RequestFailed(f"{type(error).__name__}: {error}") from error
         except TimeoutError as error:
@@ -185,6 +185,46 @@ class Request:
             ) from error
         except MALFORMED as error:
             raise RequestFailed(f"malformed response: {error!r}") from error
+
+    @property
+    def _images(self) -> list["ProcessedImage"]:
+        """The images that are sent as pictures."""
+        return [x for prompt in self.prompts if not prompt.sends_frames for x in prompt.images]
+
+    async def _post(
+        self,
+        http: aiohttp.ClientSession,
+        address: Address,
+        sampling_params: SamplingParams,
+        limits: RequestLimits,
+        sent: SentImages,
+        seconds: float,
+    ) -> tuple[int, bytes]:
+        """Return the status and the content of the answer."""
+        with ExitStack() as files:
+            own = _in_files(files) if address.is_local else IN_BODY
+            encoder = sent.encoder(address.url, own, keeps=address.takes_videos)
+            body = self.body(sampling_params, encoder)
+            if address.is_local:  # short enough to send at once
+                body = [b"".join(body)]
+            headers = bearer(address.api_key) | {
+                "Content-Type": "application/json",
+                "Content-Length": str(sum(map(len, body))),
+            }
+            async with (
+                asyncio.timeout(seconds),
+                http.post(
+                    address.url + "/generate",
+                    data=_chunks(body),
+                    headers=headers,
+                    allow_redirects=False,
+                ) as reply,
+            ):
+                try:
+                    return reply.status, await asyncio.wait_for(reply.read(), limits.body)
+                except TimeoutError as error:
+                    reason = f"its body took more than {limits.body:g} s"
+                    raise RequestTimedOut(reason) from error
 
     def body(self, sampling_params: SamplingParams, encoder: Encoder) -> list[Body]:
         if self.scored:
@@ -264,7 +304,7 @@ def make_requests(
     fresh = [p for p, responses in enumerate(begun) if not responses and p not in skipped]
     needed = sum(limits.slots(prompts[index]) for index in fresh)
     size = min(  # size of a request in slots
-        PROMPTS_PER_REQUEST,
+        PROMPTS_PER_REQUEST if limits.session_tokens is None else 1,  # each starts sessions
         max(1, TOKENS_PER_REQUEST // sampling_params.max_new_tokens),
         limits.concurrency,
         -(-needed // num_servers) or 1,

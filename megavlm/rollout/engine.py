@@ -120,7 +120,7 @@ class Engine:
             await self._changed.wait()
         if streamed.is_last:
             dropped, lost = self._buffer.take_counts()
-            self.measures = self._stream.measures
+            self.measures = self._stream.measures | self._client.sent_images.take_counts()
             if self._buffer.window.staleness:
                 self.measures["dropped_groups"] = float(dropped)
             if self._config.rollout.on_timeout != "fail":

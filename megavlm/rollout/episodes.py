@@ -188,10 +188,20 @@ class EpisodeRunner:
         try:
             if self._agents is not None:
                 name, play = self._name(group.prompt), self._agents.play
-                await asyncio.gather(*(play(episode, ask, name) for episode in group.episodes))
+                await asyncio.gather(
+                    *(
+                        play(episode, partial(ask, session=number), name)
+                        for number, episode in enumerate(group.episodes)
+                    )
+                )
             elif responses:
                 pairs = zip(group.episodes, responses, strict=True)
-                await asyncio.gather(*(self._play(*pair, ask) for pair in pairs))
+                await asyncio.gather(
+                    *(
+                        self._play(*pair, partial(ask, session=number))
+                        for number, pair in enumerate(pairs)
+                    )
+                )
         finally:
             _close([group])
         if group.has_ended and group.awaits_reward:

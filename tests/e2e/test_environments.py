@@ -45,6 +45,7 @@ def test_two_turns_are_sampled_and_trained_on(world: World, running: Running) ->
         # What the server computed for the tokens of later turns, too, is what the trainer computes
         # for them in its tree.
         assert step["rollout_max_difference"] < 1e-4
+        assert step["images_named"] > 0 == step["images_refused"], "later turns name them"
         assert step["reward_failures"] == 0 and 0 < step["reward/part/brief"] < 1
     assert (first["curriculum_stage"], second["curriculum_stage"]) == (1, 2)
 

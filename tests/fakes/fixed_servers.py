@@ -17,9 +17,11 @@ class FixedServers:
         admin_key: str | None = None,
         is_local: bool = False,
         takes_videos: bool = False,
+        cache_tokens: int | None = None,
     ) -> None:
         self._addresses = [
-            Address(url, api_key, admin_key, is_local, takes_videos or is_local) for url in urls
+            Address(url, api_key, admin_key, is_local, takes_videos or is_local, cache_tokens)
+            for url in urls
         ]
 
     def routable(self, version: str | None) -> list[Address]:

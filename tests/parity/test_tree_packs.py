@@ -15,6 +15,7 @@ from megavlm.data.packs.trees import Tree, prompt_tree
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import MEMORY
 from megavlm.rollout.group_tree import group_tree
+from megavlm.rollout.trajectory import Group
 from tests.parity.conversations import Conversation, expect, two_conversations
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
@@ -22,7 +23,7 @@ from tests.parity.reference import token_weights
 from tests.parity.runs import Run, difference
 from tests.parity.table import LAYOUTS, Ranks
 from tests.support.cache import cached_value
-from tests.support.calls import branching_group
+from tests.support.calls import branching_group, windowed_group
 from tests.support.columns import columns
 from tests.support.families import vision_tokens
 from tests.support.fork import launch
@@ -63,10 +64,32 @@ def test_a_group_whose_calls_branch_equals_its_calls(
 
 
 def compare_calls(folder: Path, ranks: Ranks) -> dict[str, float]:
-    """The largest relative differences on this rank."""
+    """The largest relative differences on this rank, of calls that branch in every way and of
+    sessions that keep the last one or two of four screenshots.
+    """
     inputs = inputs_of(folder)
     sizes = (64, 64), (96, 64), (64, 128), (64, 64)
-    group = branching_group(inputs.processor, [image(*x, i) for i, x in enumerate(sizes)])
+    images = [image(*x, i) for i, x in enumerate(sizes)]
+    groups = {"branches": branching_group(inputs.processor, images)}
+    for most in (1, 2):
+        groups[f"window of {most}"] = group = windowed_group(inputs.processor, images, most)
+        for episode in group.episodes:
+            assert [len(p.images) for p in episode.prompts] == [
+                0,
+                *range(1, most),
+                *[most] * (5 - most),
+            ]
+    shown = {x.key: x for group in groups.values() for p in group.prompts for x in p.images}
+    options = ModelOptions(freeze_tower=False, freeze_merger=False)
+    run = Run.start(folder, inputs.config, ranks, options, shown)
+    return {
+        f"{name}: {measure}": value
+        for name, group in groups.items()
+        for measure, value in compare_group(run, group, inputs.config, ranks).items()
+    }
+
+
+def compare_group(run: Run, group: Group, config: Any, ranks: Ranks) -> dict[str, float]:
     weights = [
         [token_weights(len(r.token_ids), i) for i, r in enumerate(episode.responses)]
         for episode in group.episodes
@@ -77,12 +100,11 @@ def compare_calls(folder: Path, ranks: Ranks) -> dict[str, float]:
         for episode, each in zip(group.episodes, weights, strict=True)
         for prompt, response, its in zip(episode.prompts, episode.responses, each, strict=True)
     ]
-    options = ModelOptions(freeze_tower=False, freeze_merger=False)
-    shown = {x.key: x for prompt in group.prompts for x in prompt.images}
-    run = Run.start(folder, inputs.config, ranks, options, shown)
-    together = packs([[tree]], inputs.config, ranks)
-    apart = packs([[call] for call in calls], inputs.config, ranks)
-    cut = packs([[tree.part([i])] for i in range(2)], inputs.config, ranks)
+    trained = sum(len(s.token_ids) for s in tree.segments if s.is_target)
+    assert trained == sum(episode.num_tokens for episode in group.episodes), "each token once"
+    together = packs([[tree]], config, ranks)
+    apart = packs([[call] for call in calls], config, ranks)
+    cut = packs([[tree.part([i])] for i in range(2)], config, ranks)
     (logits,) = run.logits(together)
     results = {
         "logits": difference(logits, torch.cat(run.logits(apart))),

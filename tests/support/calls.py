@@ -4,10 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megavlm.config.environment import EnvironmentConfig
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
+from megavlm.environments.base import Observation
 from megavlm.inference.protocol import Response
 from megavlm.rewards.base import Score
+from megavlm.rollout.observations import ObservationRenderer
 from megavlm.rollout.trajectory import Episode, Group
 from tests.support.responses import make_response
 
@@ -71,3 +74,25 @@ def branching_group(processor: Processor, images: Sequence[bytes], row: Row | No
             ),
         ],
     )
+
+
+def windowed_group(processor: Processor, images: Sequence[bytes], most: int) -> Group:
+    """Return two episodes that show one of `images` before each response but the first, of which a
+    prompt keeps the last `most`.
+    """
+    settings = EnvironmentConfig(max_images=most, over_budget="replace")
+    renderer = ObservationRenderer(processor, settings, max_new_tokens=8)
+    start = processor.prompt(Row(0, "Click 1", "", (), "", "window"))
+    played = []
+    for number in range(2):
+        prompt, calls = start, list[tuple[Prompt, Response]]()
+        for turn, shown in enumerate([*images, b""]):
+            ids = [*respond(10 * number + turn, 3 + turn).token_ids, processor.eos_id]
+            calls.append((prompt, make_response(ids, [-0.1] * len(ids))))
+            if shown:
+                seen = Observation([{"role": "user", "content": f"turn {turn}"}], [shown])
+                following, _ = renderer.next_prompt(prompt, ids, seen, 0)
+                assert following is not None
+                prompt = following
+        played.append(episode(*calls))
+    return Group(start, episodes=played)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:  # it imports megatron-core, which the producer of rollouts do
 class ServerHandle:
     """One server. server: Its process; None for an external server. tensor_parallel, device,
     takes_videos: Number of ranks, device, and whether prompts may have videos; for an external
-    server they are known once it has answered. required: Requirements on an external server.
+    server they are known once it has answered. cache_tokens: Tokens that its prefix cache holds;
+    None until it has answered. required: Requirements on an external server.
     """
 
     url: str
@@ -25,6 +26,7 @@ class ServerHandle:
     tensor_parallel: int = 1
     device: str = "cpu"
     takes_videos: bool = False
+    cache_tokens: int | None = None
     required: Requirements = field(default_factory=Requirements)
 
     @property
@@ -40,7 +42,7 @@ class ServerHandle:
     @property
     def address(self) -> Address:
         keys = self.api_key, self.admin_key
-        return Address(self.url, *keys, is_local=self.is_local, takes_videos=self.takes_videos)
+        return Address(self.url, *keys, self.is_local, self.takes_videos, self.cache_tokens)
 
     @staticmethod
     def managed(server: "ManagedServer | RemoteServer") -> "ServerHandle":

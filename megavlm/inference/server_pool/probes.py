@@ -35,9 +35,8 @@ class Probes:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def check_started(self, handle: ServerHandle, *, resume: bool) -> tuple[int, str, bool]:
-        """Check that the server is ready, and return its number of ranks, its device, and whether
-        it takes videos.
+    async def check_started(self, handle: ServerHandle, *, resume: bool) -> None:
+        """Check that the server is ready, and set what its handle says of it.
 
         /health needs no key, /server_info does. resume: If true, an external server that was left
         paused is resumed first. Raises Refused if the version of SGLang is too old, or if an
@@ -51,9 +50,10 @@ class Probes:
         info = await self._info(handle, "/server_info", SLOW)
         try:
             check_version(info)
-            if handle.server is not None:
-                return handle.tensor_parallel, handle.device, True
-            return handle.required.read(info)
+            if handle.server is None:
+                found = handle.required.read(info)
+                handle.tensor_parallel, handle.device, handle.takes_videos = found
+            handle.cache_tokens = info.get("max_total_num_tokens")
         except ValueError as error:
             raise Refused(f"{handle.url} {error}") from error
 

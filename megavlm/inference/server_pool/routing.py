@@ -14,7 +14,8 @@ SLACK = 1.25  # load of a server, relative to the mean, above which requests go 
 class Address:
     """URL for requests, and its keys. is_local: True if the server runs on this machine as this
     user, so that it can read this process's files. takes_videos: True if the server runs megavlm's
-    support for prompts with videos.
+    support for prompts with videos. cache_tokens: Tokens that its prefix cache holds; None if that
+    is not known.
     """
 
     url: str
@@ -22,6 +23,7 @@ class Address:
     admin_key: str | None = field(default=None, repr=False)
     is_local: bool = False
     takes_videos: bool = False
+    cache_tokens: int | None = None
 
 
 class RecoveryForecast(Enum):
@@ -61,7 +63,9 @@ class Routing(Protocol):
         """
 
 
-def choose_server(key: str, loads: Mapping[str, int], size: int, limit: int) -> str | None:
+def choose_server(
+    key: str, loads: Mapping[str, int], size: int, limit: int, home: str | None = None
+) -> str | None:
     """Return the server for a request that takes `size` slots. Returns None if no server is idle or
     has that many of its `limit` slots free.
 
@@ -72,6 +76,8 @@ def choose_server(key: str, loads: Mapping[str, int], size: int, limit: int) -> 
         key: Key of the prompt's images, equal for prompts that show the same images.
         loads: Slots taken, by server.
         limit: Slots of each server.
+        home: Server that answered the last turn of the session. It has the prefix and the images,
+            so it is taken while its load is not above the bound.
     """
     bound = SLACK * (sum(loads.values()) + size) / max(len(loads), 1)
     free = {url: load for url, load in loads.items() if load == 0 or load + size <= limit}
@@ -81,4 +87,6 @@ def choose_server(key: str, loads: Mapping[str, int], size: int, limit: int) -> 
     if not fair:
         least = min(free.values())
         fair = [url for url, load in free.items() if load == least]
+    if home in fair:
+        return home
     return max(fair, key=lambda url: hashlib.sha256(f"{url} {key}".encode()).digest())

@@ -160,8 +160,7 @@ class Supervisor:
         policy, state = self._records.policy, self._records.record(handle.url).state
         try:
             # A run without pushes must not resume a server that another run has paused.
-            found = await self._probes.check_started(handle, resume=policy.needs_refit)
-            handle.tensor_parallel, handle.device, handle.takes_videos = found
+            await self._probes.check_started(handle, resume=policy.needs_refit)
         except Refused as refusal:
             await self._apply(handle, Event(EventKind.START_FAILED, reason=str(refusal)))
             return

@@ -10,27 +10,38 @@ SGLang caches features and prefixes by a hash of an image's patches, which each 
 for each response. The first process could compute it once, but not where it has already handed the
 patches over to the ranks in GPU memory, which it cannot open itself. Here it takes the hash of the
 picture, which the trainer knows the image by.
+
+A picture is kept after its first request. Later turns of its session name it by its key, and it is
+neither sent, nor decoded, nor hashed again.
 """
 
 import hashlib
 import os
 import secrets
 import weakref
+from io import BytesIO
 from typing import Any
 
 from PIL.Image import Image
+from PIL.Image import open as open_image
 from sglang.srt.managers.mm_utils import ShmPointerMMData
-from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
+from sglang.srt.multimodal.cache import identity
+from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor, Modality
+
+from megavlm.inference.kept_images import BEGIN, LACKS, KeptImages
 
 FOLDER = "/dev/shm"  # noqa: S108
+HASH = "megavlm_hash"  # attribute of a picture: its hash
 
 
 def install() -> None:
-    """Make SGLang write a tensor to shared memory only once while the tensor exists, and hash
-    pictures and not patches.
+    """Make SGLang write a tensor to shared memory only once while the tensor exists, hash pictures
+    and not patches, and take pictures that it has had by their keys.
     """
+    load, read = BaseMultimodalProcessor._load_single_item.__func__, identity._read_media_bytes
     write, process = ShmPointerMMData.__init__, BaseMultimodalProcessor.process_and_combine_mm_data
     written: dict[int, dict[str, Any]] = {}  # id of a tensor -> attributes of a pointer to it
+    kept: KeptImages[int, Image] = KeptImages()
 
     def point(self: Any, tensor: Any, *arguments: Any, **keywords: Any) -> None:
         if (known := written.get(id(tensor))) is not None:
@@ -52,11 +63,40 @@ def install() -> None:
         pictures = [picture for picture in media.images or () if isinstance(picture, Image)]
         if len(items) == len(pictures):  # a model may cut a picture into several items
             for item, picture in zip(items, pictures, strict=True):
-                item.hash = content_hash(picture)
+                if not hasattr(picture, HASH):
+                    setattr(picture, HASH, content_hash(picture))
+                item.hash = getattr(picture, HASH)
+        for picture in pictures:
+            if hasattr(picture, HASH):
+                kept.put(getattr(picture, HASH), picture, 3 * picture.width * picture.height)
         return made
+
+    def load_or_find(cls: Any, data: Any, modality: Any, *arguments: Any, **options: Any) -> Any:
+        if modality is not Modality.IMAGE or not str(data).startswith(BEGIN):
+            return load(cls, data, modality, *arguments, **options)
+        return find(data)
+
+    def find(name: str) -> Image:
+        picture = kept.get(int(name.removeprefix(BEGIN)[:16], 16))
+        if picture is None:
+            raise ValueError(LACKS)  # SGLang answers with HTTP 400
+        return picture
+
+    def read_or_find(media: str | bytes) -> bytes:
+        """For Qwen3-VL and Qwen3.5, SGLang reads the file of an image before it loads it."""
+        if str(media).startswith(BEGIN):
+            picture = find(str(media))
+            # The bytes that were sent, by whose hash SGLang may have cached the patches.
+            return b"P6 %d %d 255\n" % picture.size + picture.tobytes()
+        content: bytes = read(media)
+        picture = open_image(BytesIO(content)).convert("RGB")
+        kept.put(content_hash(picture), picture, 3 * picture.width * picture.height)
+        return content
 
     ShmPointerMMData.__init__ = point
     BaseMultimodalProcessor.process_and_combine_mm_data = process_with_hashes
+    BaseMultimodalProcessor._load_single_item = classmethod(load_or_find)
+    identity._read_media_bytes = read_or_find
 
 
 def content_hash(picture: Image) -> int:

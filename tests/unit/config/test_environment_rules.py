@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megavlm.config.cross_rules import longest_session
 from megavlm.config.curriculum import CurriculumStage
 from megavlm.config.dump import to_yaml
 from megavlm.config.load import load
@@ -62,3 +63,19 @@ def test_stages_and_parts_survive_the_written_recipe(
     assert [part.weight for part in config.reward.parts.values()] == [1.0, 2.0]
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert load(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens"),
+    [
+        (["environment.max_turns=3"], 3 * 128 + 2 * 256),
+        (["environment.max_turns=9", "environment.max_tokens=1200"], 1200),
+        ([], None),
+        (["environment.name=gateway", "environment.max_tokens=1200"], None),
+    ],
+)
+def test_the_longest_session(
+    write_recipe: WriteRecipe, overrides: list[str], tokens: int | None
+) -> None:
+    config = load(write_recipe(), ["rollout.max_new_tokens=128", *overrides])
+    assert longest_session(config) == tokens

@@ -73,6 +73,7 @@ ENVIRONMENT = "internal_states"
         ({}, EXPERTS, "start it with python -m megavlm.slurm.servers, or set rollout.lora=merged"),
         ({"custom_weight_loader": ["megavlm_weights.receive"]}, EXPERTS, None),
         ({"version": "0.6.0rc1"}, Requirements(), None),
+        ({"max_total_num_tokens": 3000}, Requirements(), None),
         (
             {"load_format": "dummy"},
             Requirements(),
@@ -93,6 +94,8 @@ def test_an_external_server_must_be_as_the_run_needs_it(
         if reason is None:
             with pool:
                 assert pool.receivers()
+                address = pool.handles[fake.url].address
+                assert address.cache_tokens == info.get("max_total_num_tokens")
         else:
             with pytest.raises(RolloutServerError, match=f"{fake.url} .*{reason}"):
                 pool.__enter__()

@@ -13,7 +13,7 @@ from megavlm.inference.requests import RequestLimits, RequestRefused, RequestTim
 from tests.fakes.fixed_servers import FixedServers
 from tests.fakes.server import FakeServer
 from tests.support.generation import generate
-from tests.support.prompts import make_prompt
+from tests.support.prompts import make_image, make_prompt
 from tests.support.responses import make_response
 from tests.support.server_pools import external, push
 
@@ -65,6 +65,53 @@ def test_with_no_responses_all_groups_are_followed_at_once() -> None:
     assert groups == [[], [], []] and len(bodies) == 3
     limits = {b["input_ids"][0][0]: b["sampling_params"]["max_new_tokens"] for b in bodies}
     assert limits == {0: 256, 1: 7, 2: 7}, "a request may lower the limit"
+
+
+def test_a_session_stays_at_the_server_that_has_its_images() -> None:
+    """Each turn shows another image, so that its images are those of no earlier request."""
+    with FakeServer() as one, FakeServer() as two:
+        routing = FixedServers(one.url, two.url)
+
+        async def on_complete(index: int, responses: list[Response], ask: Any) -> None:
+            for turn in range(5):
+                for session in range(2):
+                    shown = tuple(make_image(f"{index}/{session}/{i}", 2, 2) for i in range(turn))
+                    prompt = replace(make_prompt(first_id=10 * index + session), images=shown)
+                    await ask(prompt, session=session)
+
+        used = []
+        for first in range(6):
+            with RolloutClient(routing, NO_DELAY) as client:
+                prompts = [make_prompt(first_id=first)]
+                generate(client, prompts, n=2, sampling_params=SAMPLING, on_complete=on_complete)
+            used.append([len(fake.bodies("/generate")) for fake in (one, two)])
+            for fake in (one, two):
+                fake.requests.clear()
+    assert all(sorted(numbers) == [0, 11] for numbers in used)
+    assert len({tuple(numbers) for numbers in used}) == 2, "sessions are spread"
+
+
+def test_no_more_sessions_start_than_the_cache_of_their_server_holds() -> None:
+    """Until a group has ended, a session is expected to be as long as it may be: 3 + 47 tokens."""
+    live, counts = 0, list[int]()
+    limits = RequestLimits(retry_delay=0.0, session_tokens=47)
+    with FakeServer() as one, FakeServer() as two:
+        routing = FixedServers(one.url, two.url, cache_tokens=160)
+
+        async def on_complete(index: int, responses: list[Response], ask: Any) -> None:
+            nonlocal live
+            live += len(responses)
+            await ask(make_prompt(first_id=50 + index))
+            while not counts and live < 6:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)  # more would have started by now
+            counts.append(live)
+            live -= len(responses)
+
+        with RolloutClient(routing, limits) as client:
+            prompts = [make_prompt(first_id=first) for first in range(9)]
+            generate(client, prompts, n=1, sampling_params=SAMPLING, on_complete=on_complete)
+    assert counts[0] == 6 and len(counts) == 9, "three at each server"
 
 
 def test_a_next_turn_that_was_aborted_keeps_its_limit() -> None:

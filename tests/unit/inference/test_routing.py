@@ -32,6 +32,13 @@ def test_loads_stay_even_whatever_the_keys() -> None:
     assert max(loads.values()) <= 1.25 * 30 + 1
 
 
+def test_a_session_stays_at_its_server_while_that_is_not_behind() -> None:
+    for home in URLS:
+        assert choose_server("x", dict.fromkeys(URLS, 4), 1, 64, home) == home
+        assert choose_server("x", dict.fromkeys(URLS, 4) | {home: 9}, 1, 64, home) != home
+    assert choose_server("x", {"a": 0}, 1, 64, "lost") == "a"
+
+
 def test_a_full_server_gets_nothing() -> None:
     assert choose_server("x", {"a": 8, "b": 7}, 1, 8) == "b"
     assert choose_server("x", {"a": 8, "b": 8}, 1, 8) is None

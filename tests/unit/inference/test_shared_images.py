@@ -63,6 +63,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     a handle raises, as in CUDA.
     """
     from sglang.srt.managers import mm_utils
+    from sglang.srt.multimodal.cache import identity
     from sglang.srt.multimodal.processors import base_processor
 
     from megavlm.inference.server_support import megavlm_images
@@ -101,6 +102,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(mm_utils, "hash_feature", hash_feature)
     monkeypatch.setattr(mm_utils.ShmPointerMMData, "__init__", None)
     monkeypatch.setattr(patched, "process_and_combine_mm_data", patched.process_and_combine_mm_data)
+    monkeypatch.setattr(identity, "_read_media_bytes", identity._read_media_bytes)
+    monkeypatch.setattr(patched, "_load_single_item", vars(patched)["_load_single_item"])
     megavlm_images.install()
     tokens = base_processor.MultimodalSpecialTokens(image_token_id=9, video_token_id=8)
 

@@ -60,7 +60,7 @@ class Policy:
         indices = [index for index, answer in enumerate(answers) if answer]
         await asyncio.gather(*(on_complete(index, answers[index], self.ask) for index in indices))
 
-    async def ask(self, prompt: Prompt, first_routed: int | None = None) -> Response:
+    async def ask(self, prompt: Prompt, **_: Any) -> Response:
         self.asked.append(([prompt], 1))
         return self.respond()
 

@@ -37,7 +37,7 @@ class Scripted(Policy):
         assert not any(answers)
         await asyncio.gather(*(on_complete(index, [], self.ask) for index in range(len(answers))))
 
-    async def ask(self, prompt: Any, most: int | None = None) -> Response:
+    async def ask(self, prompt: Any, most: int | None = None, **_: Any) -> Response:
         return await super().ask(prompt)
 
 
@@ -66,7 +66,7 @@ def agent(name: str) -> dict[str, Any]:
 
 def test_an_agents_calls_are_the_turns_of_an_episode(processor: Processor) -> None:
     class ByTurn(Scripted):
-        async def ask(self, prompt: Any, most: int | None = None) -> Response:
+        async def ask(self, prompt: Any, most: int | None = None, **_: Any) -> Response:
             is_first = prompt.token_ids.equal(processor.prompt(ROW).token_ids)
             self.texts.append("4" if is_first else "3")
             return await super().ask(prompt)
@@ -130,7 +130,7 @@ def test_an_agent_has_a_time_limit_and_is_closed(processor: Processor) -> None:
 
 def test_time_that_an_agent_waits_for_responses_does_not_count(processor: Processor) -> None:
     class Slow(Scripted):
-        async def ask(self, prompt: Any, most: int | None = None) -> Response:
+        async def ask(self, prompt: Any, most: int | None = None, **_: Any) -> Response:
             await asyncio.sleep(scaled(5))
             return await super().ask(prompt)
 
@@ -141,7 +141,7 @@ def test_time_that_an_agent_waits_for_responses_does_not_count(processor: Proces
 
 def test_an_episode_whose_request_times_out_is_left_unplayed(processor: Processor) -> None:
     class Unanswered(Scripted):
-        async def ask(self, prompt: Any, most: int | None = None) -> Response:
+        async def ask(self, prompt: Any, most: int | None = None, **_: Any) -> Response:
             raise RequestTimedOut("no answer")
 
     group = play(processor, Unanswered(processor), agent("looks_twice"))
