@@ -9,7 +9,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from megavlm.families import AUTHORS, check_unquantised, family
+from megavlm.families import AUTHORS, check_unquantised, family, trained_config
 from megavlm.models.common.mapping import Entry
 
 # The values of these keys must be at least 1 wherever they appear.
@@ -45,7 +45,7 @@ def read_config(folder: Path) -> Any:
     try:
         if is_authors:
             return AutoConfig.for_model(AUTHORS[model_type], **parts.authors_config(values))
-        return AutoConfig.from_pretrained(folder)
+        return trained_config(AutoConfig.from_pretrained(folder))
     except StrictDataclassError as error:
         raise ValueError(f"{path}: {error.__cause__ or error}.") from error
     except KeyError as error:

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from megavlm.demo_folder import FAMILY
+from megavlm.families import trained_config
 from megavlm.models.common.tiny import TinyFamily, TinySizes, TinyTokens, tiny_config, tiny_family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
@@ -90,16 +91,19 @@ def _save_model(
     folder: Path, parts: TinyFamily, config: PreTrainedConfig, *, seed: int, randomise: bool
 ) -> None:
     define_torchvision_operators()
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
+    holds_several = trained_config(config) is not config
+    auto: Any = AutoModelForMultimodalLM if holds_several else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config)
-        _slow_decay(model)
-        _fill_tables(model)
+        model = auto.from_config(config)
+        trained = model.thinker if holds_several else model
+        _slow_decay(trained)
+        _fill_tables(trained)
         if randomise:
-            _randomise(model)
-    text = config.text_config
+            _randomise(trained)
+    text = config.get_text_config()
     model.generation_config = GenerationConfig(
         bos_token_id=getattr(text, "bos_token_id", None),
         eos_token_id=text.eos_token_id,

@@ -17,8 +17,8 @@ class SyncSettings:
     """Settings of a run's weight updates.
 
     dtype: The dtype of the servers' weights. num_kv_heads, tied_embeddings, linear_rows,
-    vision_head_dim, server_names: Properties of the model; see ServerLayout. pause_mode: SGLang's
-    pause mode (abort, retract or in_place). flush_aborted: True if requests are in flight during an
+    vision_head_dim, audio_head_dim, server_names: Properties of the model; see ServerLayout.
+    pause_mode: SGLang's pause mode (abort, retract or in_place). flush_aborted: True if requests are in flight during an
     update that aborts them. They are sent again before the client knows the new version, and would
     find what the old weights cached under the name of the old version. timeout: Seconds for a
     request to a server, and for a bucket. bucket_bytes: Bytes that a rank of a server receives, and
@@ -32,6 +32,7 @@ class SyncSettings:
     tied_embeddings: bool = False
     linear_rows: tuple[int, int] | None = None
     vision_head_dim: int = 1
+    audio_head_dim: int = 1
     server_names: tuple[tuple[str, str], ...] = ()
     pause_mode: str = "abort"
     flush_aborted: bool = False

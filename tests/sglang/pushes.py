@@ -30,7 +30,7 @@ from megavlm.training.gradient_buffers import wrap
 from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.weight_sync.lora import AdapterWeights
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
-from megavlm.weight_sync.sglang_layout import linear_rows, vision_head_dim
+from megavlm.weight_sync.sglang_layout import audio_head_dim, linear_rows, vision_head_dim
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports.base import Transport
@@ -136,6 +136,7 @@ def make_sync(
             tied_embeddings=config.tie_word_embeddings,
             linear_rows=linear_rows(config.text_config),
             vision_head_dim=vision_head_dim(config.vision_config),
+            audio_head_dim=audio_head_dim(config),
             server_names=family(config.model_type).server_names(),
             pause_mode=pause,
             timeout=TIMEOUT,

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,16 +24,19 @@ from megavlm.data.packs.positions import Span, mrope_positions, plain_positions
 class ResizedImages(ImageProcessor):
     """Images of any size, resized to a multiple of a token's side within bounds on their pixels."""
 
-    def __init__(self, hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> None:
+    def __init__(
+        self, hf_config: Any, processor: Any, data: Data, cache: ImageCache, **sending: bool
+    ) -> None:
         """Set the bounds on the number of pixels of a resized image; None in `data` uses the
-        folder's bound. processor: transformers' processor.
+        folder's bound. processor: transformers' processor. sending: Fields of PatchFormat about
+        what servers are sent.
 
         Raises ValueError for bounds wider than the folder's: the rollout server applies the
         folder's bounds and would resize the images again. Also raises ValueError as
         `PatchFormat.of` does.
         """
         image_processor = processor.image_processor
-        super().__init__(hf_config.image_token_id, _format_of(image_processor), cache)
+        super().__init__(hf_config.image_token_id, format_of(image_processor, **sending), cache)
         smallest, largest = self.folder_bounds(image_processor)
         low = smallest if data.min_pixels is None else data.min_pixels
         high = largest if data.max_pixels is None else data.max_pixels
@@ -94,7 +98,7 @@ class ResizedVideos(VideoProcessor):
         own pixel bounds apply, and data.video_max_pixels.
         """
         videos = processor.video_processor
-        token, format_ = hf_config.video_token_id, _format_of(videos)
+        token, format_ = hf_config.video_token_id, format_of(videos)
         super().__init__(token, format_, self.max_frames(videos), data, cache)
         self._processor, self._max_pixels = videos, data.video_max_pixels
         # None has the effect of False, but warns. Older transformers (5.12) have no such bound.
@@ -162,6 +166,8 @@ class MultimodalPositions:
         """
         spans: list[Span] = []
         for image in images:
+            if image.medium == "audio":
+                continue  # its tokens have the positions of text
             if isinstance(image, ProcessedVideo):
                 spans += self._video_spans(image)
             else:
@@ -181,11 +187,11 @@ def model_inputs(
     ids = token_ids[None]
     kinds = (ids == hf_config.image_token_id).long() + 2 * (ids == hf_config.video_token_id).long()
     inputs = {"mm_token_type_ids": kinds}
-    for is_video, patches, grids in (
-        (False, "pixel_values", "image_grid_thw"),
-        (True, "pixel_values_videos", "video_grid_thw"),
+    for medium, patches, grids in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
     ):
-        shown = [image for image in images if image.is_video is is_video]
+        shown = [image for image in images if image.medium == medium]
         if shown:
             inputs[patches] = torch.cat([image.patches() for image in shown])
             inputs[grids] = torch.tensor([image.grid for image in shown])
@@ -217,10 +223,12 @@ def resize(processor: Any, pixels: Tensor, height: int, width: int) -> Tensor:
 images = ResizedImages
 
 
-def _format_of(processor: Any) -> PatchFormat:
-    return PatchFormat.of(
+def format_of(processor: Any, **sending: bool) -> PatchFormat:
+    """Return the format of an image or video processor's patches. sending: Further fields of it."""
+    format_ = PatchFormat.of(
         processor,
         patch=processor.patch_size,
         temporal=processor.temporal_patch_size,
         merge=processor.merge_size,
     )
+    return replace(format_, **sending)  # type: ignore[arg-type]  # both are flags

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
 
 from megavlm.config.schema import Config
 from megavlm.data.packs.packing import Pack, make_pack
 from megavlm.data.packs.trees import prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
-from megavlm.families import family
+from megavlm.families import family, model_config
 from megavlm.inference.connect import Connection, connect
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
 from megavlm.inference.server_pool.memory import TAGS
@@ -59,7 +58,7 @@ def run(config: Config) -> bool:
 
 def _findings(config: Config, mesh: Mesh) -> Iterator[Finding]:
     yield _collective(mesh)
-    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+    hf_config = model_config(config.model.folder)
     options = ModelOptions.from_config(config)
     chunks, ours = _measure(config, hf_config, mesh, "sdpa")
     for name in BACKENDS if platform.has_gpu() else (options.attention,):

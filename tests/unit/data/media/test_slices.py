@@ -102,7 +102,7 @@ def test_a_row_knows_its_length_before_its_images_are_decoded(folder: Path) -> N
 
 
 def test_parts_of_an_image(prompt: Prompt) -> None:
-    shown = [item for item in prompt.images if not item.is_video]
+    shown = [item for item in prompt.images if item.medium == "image"]
     for item, (size, (rows, columns)) in zip(shown, SIZES, strict=True):
         assert item.shown_size == size
         first, *others = item.grids
@@ -146,7 +146,7 @@ def test_servers_are_sent_each_part(folder: Path, prompt: Prompt) -> None:
 
 
 def test_slices_reach_other_ranks(prompt: Prompt) -> None:
-    images = {item.key: item for item in prompt.images if not item.is_video}
+    images = {item.key: item for item in prompt.images if item.medium == "image"}
     read = sources_from_bytes(sources_to_bytes(images))
     for key, item in images.items():
         other = read[key]

@@ -96,12 +96,12 @@ def test_prompt_equals_autoprocessor(
 
     marks = problem.replace("<image>", "\0").replace("<video>", "\1")
     order = [mark == "\1" for mark in marks if mark in "\0\1"]
-    assert [item.is_video for item in prompt.images] == order
+    assert [item.medium == "video" for item in prompt.images] == order
     for is_video, values, grids in (
         (False, "pixel_values", "image_grid_thw"),
         (True, "pixel_values_videos", "video_grid_thw"),
     ):
-        items = [item for item in prompt.images if item.is_video == is_video]
+        items = [item for item in prompt.images if item.medium == "video" == is_video]
         if items:
             assert torch.equal(torch.cat([item.patches() for item in items]), expected[values])
             assert [list(item.grid) for item in items] == expected[grids].tolist()
@@ -134,7 +134,7 @@ def test_what_is_not_marked_comes_first(processor: Processor) -> None:
     marked = processor.prompt(row("<image><video><video>red", video(2), video(3), images=(source,)))
     half = processor.prompt(row("red<image>", video(2), video(3), images=(source,)))
     assert torch.equal(plain.token_ids, marked.token_ids)
-    assert [item.is_video for item in half.images] == [True, True, False]
+    assert [item.medium == "video" for item in half.images] == [True, True, False]
 
 
 def test_a_mark_without_items_is_text(processor: Processor) -> None:
@@ -220,7 +220,7 @@ def test_a_later_turn_has_the_videos_before_it_and_its_own(processor: Processor)
     said = processor.encode_answer("red")
     again = row("And <video><image>?", video(2, seed=4), images=(image((40, 40)),))
     second = processor.next_turn(first, said, again)
-    assert [item.is_video for item in second.images] == [True, True, False]
+    assert [item.medium == "video" for item in second.images] == [True, True, False]
     assert second.images[0] is first.images[0]
     start = len(first.token_ids)
     assert torch.equal(second.token_ids[:start], first.token_ids)
