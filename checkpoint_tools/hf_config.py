@@ -9,7 +9,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from megavlm.families import AUTHORS, check_unquantised, family, trained_config
+from megavlm.families import AUTHORS, check_unquantised, family
+from megavlm.model_config import trained_config
 from megavlm.models.common.mapping import Entry
 
 # The values of these keys must be at least 1 wherever they appear.

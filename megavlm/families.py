@@ -202,33 +202,13 @@ DEMO = "qwen2_5_vl"  # family of a tiny model, if none is named
 UNTRAINED = ("mtp.", "talker.", "code2wav.")
 
 # Section of a config.json that describes the trained model, in folders that hold several models.
-_PART = "thinker_config"
+PART = "thinker_config"
 
 
 def model_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the values of the trained model in the values of a config.json."""
-    part = values.get(_PART)
+    part = values.get(PART)
     return part if isinstance(part, Mapping) else values
-
-
-def model_config(folder: str | Path) -> Any:
-    """Return transformers' configuration of the trained model in a folder, with the folder's
-    model_type. Raises as AutoConfig.from_pretrained does.
-    """
-    from transformers import AutoConfig
-
-    return trained_config(AutoConfig.from_pretrained(folder, local_files_only=True))
-
-
-def trained_config(hf_config: Any) -> Any:
-    """Return the trained model's part of transformers' configuration of a folder, with the folder's
-    model_type.
-    """
-    part = getattr(hf_config, _PART, None)
-    if part is None:
-        return hf_config
-    part.model_type = hf_config.model_type
-    return part
 
 
 def check_unquantised(values: Mapping[str, Any], path: Path) -> None:

@@ -18,7 +18,8 @@ from megavlm.data.media.audio import AudioProcessor
 from megavlm.data.media.image_processing import ImageCache, ImageProcessor, Medium, ProcessedImage
 from megavlm.data.media.videos import ProcessedVideo, VideoProcessor
 from megavlm.data.rows import Row, rejected_row, same_responses
-from megavlm.families import Family, model_config
+from megavlm.families import Family
+from megavlm.model_config import model_config
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 REMOVED_IMAGE = "[an image was here]"  # in place of an image that left the prompt
@@ -52,7 +53,9 @@ class Prompt:
     short_ids: tuple[int, ...]  # the same with one vision token per image or video
     positions: Tensor  # [3, T] int64
     next_position: int  # position of the first response token
-    images: tuple[ProcessedImage, ...]  # and videos (`is_video`), in the order of their tokens
+    images: tuple[
+        ProcessedImage, ...
+    ]  # and videos and audio (`medium`), in the order of their tokens
     image_starts: tuple[int, ...] = ()  # the first of the tokens of each image
     turns: tuple[LearntTurn, ...] = ()  # earlier turns that SFT learns in addition to the answer
     answer_ids: tuple[int, ...] = ()  # tokens of the answer that SFT learns or DPO prefers

@@ -22,7 +22,7 @@ from megavlm.data.chat.messages import (
     read_tools,
     without_nulls,
 )
-from megavlm.data.media.audio_decoding import audio_bytes, check_audio
+from megavlm.data.media.audio_decoding import audio_bytes, check_audio, is_fetched_audio
 from megavlm.data.media.image_decoding import decode
 from megavlm.data.media.image_sources import DataFolder, is_url, media_bytes
 from megavlm.data.media.video_sources import AnyVideo, check_video, is_fetched_video, read_video
@@ -254,7 +254,8 @@ class _RowMaker:
             ("audio", data.audio_key, clips, chat.audio),
         ):
             if items and held:
-                raise ValueError(f"{kind} parts both in the messages and in {columns}")
+                several = kind if kind == "audio" else f"{kind}s"
+                raise ValueError(f"{several} both in the messages and in {columns}")
             if chat.num_bare.get(kind) and not columns and self.checked:
                 key = "data.image_keys=[]" if kind == "image" else f"data.{kind}_key=null"
                 raise ValueError(
@@ -295,7 +296,7 @@ class _RowMaker:
             and (
                 any(is_url(item) for _, item in found)
                 or any(map(is_fetched_video, videos))
-                or any(is_url(item, "audio") for item in clips)
+                or any(map(is_fetched_audio, clips))
             ),
         )
 

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from megavlm.demo_folder import FAMILY
-from megavlm.families import trained_config
+from megavlm.model_config import trained_config
 from megavlm.models.common.tiny import TinyFamily, TinySizes, TinyTokens, tiny_config, tiny_family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 

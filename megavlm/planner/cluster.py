@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megavlm.config.schema import Config
-from megavlm.families import family, model_config
+from megavlm.families import family
+from megavlm.model_config import model_config
 from megavlm.models.sizes import EqualRanks
 from megavlm.planner.memory import GB, GPU, LEAST_CACHE, server_memory
 from megavlm.planner.overview import Load, step_model

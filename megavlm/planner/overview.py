@@ -9,7 +9,8 @@ from typing import Any
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.recompute import Recompute
 from megavlm.config.schema import Config
-from megavlm.families import family, model_config
+from megavlm.families import family
+from megavlm.model_config import model_config
 from megavlm.models.cost import LANGUAGE_SHARE
 from megavlm.models.sizes import EqualRanks
 from megavlm.planner.memory import GB, GPU, OVERHEAD, RunMemory, trainer_ranks

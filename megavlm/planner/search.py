@@ -12,7 +12,8 @@ from typing import Any
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.parallel import Parallel
 from megavlm.config.schema import Config
-from megavlm.families import family, model_config
+from megavlm.families import family
+from megavlm.model_config import model_config
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.sizes import EqualRanks
 from megavlm.planner.memory import BUDGET, GB, GPU, RunMemory, server_memory, trainer_ranks

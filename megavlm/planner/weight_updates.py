@@ -12,7 +12,8 @@ import torch
 from megavlm.config.parallel import check_world
 from megavlm.config.schema import Config
 from megavlm.config.transports import TRANSPORT_TRAITS
-from megavlm.families import family, model_config
+from megavlm.families import family
+from megavlm.model_config import model_config
 from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.layout_rules import check_model_layout

@@ -13,7 +13,8 @@ from megavlm.checkpointing.save import PendingSave, SaveTarget
 from megavlm.checkpointing.saver import Saver
 from megavlm.config.algorithm import PPO
 from megavlm.config.schema import Config
-from megavlm.families import family, model_config
+from megavlm.families import family
+from megavlm.model_config import model_config
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.observability.phases import Phases, seconds_outside_phases

@@ -12,7 +12,8 @@ from megavlm.data.media.image_sources import DataFolder
 from megavlm.data.media.video_sources import Video
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
-from megavlm.families import family_of, model_config
+from megavlm.families import family_of
+from megavlm.model_config import model_config
 from tests.conftest import DATA
 from tests.parity.reference import Sequences
 from tests.support.random_images import image

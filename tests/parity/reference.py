@@ -10,7 +10,8 @@ from transformers import AutoModelForImageTextToText
 
 from megavlm.data.packs.positions import text_positions
 from megavlm.data.processor import ProcessedImage, Prompt
-from megavlm.families import family, model_config
+from megavlm.families import family
+from megavlm.model_config import model_config
 from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from torch import Tensor
-from transformers import AutoConfig
 
 from megavlm.data.processor import Processor, Prompt
 from megavlm.families import family_of
@@ -57,7 +56,7 @@ def our_processor(folder: Path) -> Processor:
 
 def pixel_values(folder: Path, prompt: Prompt) -> Tensor:
     """Images of a prompt as transformers' processor returns them: patches, or whole tiles."""
-    config = AutoConfig.from_pretrained(folder)
+    config = model_config(folder)
     inputs: dict[str, Tensor] = family_of(folder).model_inputs(
         config, prompt.token_ids, prompt.positions, prompt.images
     )

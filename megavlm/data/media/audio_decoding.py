@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megavlm.data.media.image_sources import DataFolder, check_keys, media_bytes
+from megavlm.data.media.image_sources import DataFolder, check_keys, is_url, media_bytes
 
 RATE = 16_000  # samples a second to which a clip is decoded where only its content is checked
 FLOAT = 3  # WAV's number for samples in float32
@@ -63,7 +63,7 @@ def audio_bytes(value: Any, folder: DataFolder) -> bytes:
 
     Raises ValueError for anything else.
     """
-    if not isinstance(value, dict) or value.get("array") is None:
+    if not _has_samples(value):
         return media_bytes(value, folder, "audio")
     check_keys(value, ("array", "sampling_rate", "path"), "audio")
     rate, samples = value.get("sampling_rate"), np.asarray(value["array"], np.float32)
@@ -77,3 +77,14 @@ def audio_bytes(value: Any, folder: DataFolder) -> bytes:
         4 * rate, 4, 32, b"data", samples.nbytes,
     )  # fmt: skip
     return header + samples.tobytes()
+
+
+def is_fetched_audio(value: object) -> bool:
+    """Return True if the clip of a cell must be fetched over http(s). Raises ValueError as `is_url`
+    does.
+    """
+    return not _has_samples(value) and is_url(value, "audio")
+
+
+def _has_samples(value: object) -> bool:
+    return isinstance(value, dict) and value.get("array") is not None

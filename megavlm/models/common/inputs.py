@@ -101,6 +101,7 @@ class ResizedVideos(VideoProcessor):
         token, format_ = hf_config.video_token_id, format_of(videos)
         super().__init__(token, format_, self.max_frames(videos), data, cache)
         self._processor, self._max_pixels = videos, data.video_max_pixels
+        self._folder_bounds = self.folder_bounds(processor)
         # None has the effect of False, but warns. Older transformers (5.12) have no such bound.
         self._cap = bool(getattr(videos, "cap_pixels_per_frame", False))
 
@@ -110,6 +111,13 @@ class ResizedVideos(VideoProcessor):
         """
         limit: int = processor.max_frames
         return limit
+
+    def folder_bounds(self, processor: Any) -> tuple[int, int]:
+        """Return the bounds on the pixels of a resized video. processor: transformers' processor of
+        prompts.
+        """
+        size = processor.video_processor.size
+        return size["shortest_edge"], size["longest_edge"]
 
     def resized_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
         """Return the size that transformers gives the frames of a video. A frame has one token at
@@ -141,7 +149,7 @@ class ResizedVideos(VideoProcessor):
         """Return the bounds on the pixels of a resized video, as transformers' SizeDict."""
         from transformers.image_utils import SizeDict
 
-        low, high = self._processor.size["shortest_edge"], self._processor.size["longest_edge"]
+        low, high = self._folder_bounds
         if self._max_pixels is not None:
             share = self._max_pixels // (1 if self.bounds_all_frames else num_frames)
             high = min(high, max(share, 1))

@@ -15,7 +15,7 @@ from megavlm.data.media.audio import AudioProcessor
 from megavlm.data.media.image_processing import ImageCache, ProcessedImage
 from megavlm.models.common.inputs import MultimodalPositions, ResizedImages, format_of
 from megavlm.models.common.inputs import model_inputs as vision_inputs
-from megavlm.models.qwen2_5_vl.inputs import timed_span, videos
+from megavlm.models.qwen2_5_vl.inputs import TokensOnly, timed_span
 from megavlm.models.qwen3_omni.config import count_tokens
 
 __all__ = ["audio", "images", "model_inputs", "positions", "videos"]
@@ -26,7 +26,20 @@ SENDING = {"sends_frames": True, "takes_patches": True}
 
 def images(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> ResizedImages:
     """Return the images of prompts. processor: transformers' processor."""
-    return ResizedImages(hf_config, processor.image_processor, data, cache, **SENDING)
+    return ResizedImages(hf_config, processor, data, cache, **SENDING)
+
+
+class Videos(TokensOnly):
+    """Videos within the bounds that transformers' processor of this family sets by itself,
+    whatever the model folder has.
+    """
+
+    def folder_bounds(self, processor: Any) -> tuple[int, int]:
+        size = processor.valid_processor_kwargs._defaults["videos_kwargs"]["size"]
+        return size["shortest_edge"], size["longest_edge"]
+
+
+videos = Videos
 
 
 def audio(hf_config: Any, processor: Any, cache: ImageCache) -> AudioProcessor:

@@ -15,10 +15,11 @@ from megavlm.data.packs.packing import Pack, make_pack
 from megavlm.data.packs.trees import prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.data.rows import Row
-from megavlm.families import family, model_config
+from megavlm.families import family
 from megavlm.inference.connect import Connection, connect
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
 from megavlm.inference.server_pool.memory import TAGS
+from megavlm.model_config import model_config
 from megavlm.models.build import build_model
 from megavlm.models.common.attention_backends import BACKENDS, choose_backend
 from megavlm.models.common.config import ModelOptions

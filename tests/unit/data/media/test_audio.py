@@ -1,0 +1,200 @@
+"""Prompts with audio equal transformers' features and tokens, and their positions SGLang's."""
+
+import base64
+import io
+import json
+import wave
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+
+from megavlm.data.media import audio_decoding
+from megavlm.data.media.audio import ProcessedAudio
+from megavlm.data.media.audio_decoding import decode_audio
+from megavlm.data.processor import Processor, Prompt
+from megavlm.data.rows import Row
+from megavlm.families import family_of
+from megavlm.model_config import model_config
+from megavlm.training.step.rank_images import sources_from_bytes, sources_to_bytes
+from tests.conftest import DATA
+from tests.support.data import lines, read_rows
+from tests.support.samples import auto_processor, image, our_processor
+from tests.unit.data.rope_index import Tokens, sglang_rope_index
+
+RATE = 16_000
+
+
+def samples(seconds: float, seed: int = 0, rate: int = RATE) -> np.ndarray:
+    times = np.arange(round(seconds * rate)) / rate
+    noise = np.random.default_rng(seed).normal(0, 0.05, len(times))
+    return (0.4 * np.sin(2 * np.pi * (300 + 100 * seed) * times) + noise).astype(np.float32)
+
+
+def wav(values: np.ndarray, rate: int = RATE, channels: int = 1) -> bytes:
+    """The samples as 16-bit integers."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(channels)
+        out.setsampwidth(2)
+        out.setframerate(rate)
+        out.writeframes((values * 32767).astype("<i2").repeat(channels).tobytes())
+    return file.getvalue()
+
+
+def flac(values: np.ndarray, rate: int = RATE) -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format="flac") as out:
+        stream = out.add_stream("flac", rate=rate, layout="mono")
+        frame = av.AudioFrame.from_ndarray((values * 32767).astype("i2")[None], "s16", "mono")
+        frame.sample_rate = rate
+        out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(folder_of: Callable[[str], Path]) -> Path:
+    return folder_of("qwen3_omni_moe")
+
+
+def row(problem: str, *clips: bytes, images: int = 0) -> Row:
+    shown = tuple(image((64, 90), seed=seed) for seed in range(images))
+    return Row(0, problem, "", shown, "", "train.jsonl:3", audio=clips)
+
+
+def prompt_of(folder: Path, problem: str, *lengths: float, images: int = 0) -> Prompt:
+    clips = [wav(samples(length, seed)) for seed, length in enumerate(lengths)]
+    return our_processor(folder).prompt(row(problem, *clips, images=images))
+
+
+@pytest.mark.parametrize(
+    ("problem", "lengths", "images"),
+    [
+        ("<audio>What is said?", (1.0,), 0),
+        ("First <audio> then <image> and <audio>?", (0.31, 4.57), 1),
+        ("<image><audio>", (2.23,), 1),
+        ("What?", (1.5, 1.2), 0),
+    ],
+)
+def test_a_prompt_equals_autoprocessor(
+    folder: Path, problem: str, lengths: tuple[float, ...], images: int
+) -> None:
+    prompt = prompt_of(folder, problem, *lengths, images=images)
+    theirs, marked = auto_processor(folder), problem if "<" in problem else "<audio><audio>What?"
+    content = []
+    for number, part in enumerate(marked.replace("<", "\0<").replace(">", ">\0").split("\0")):
+        kinds = {"<audio>": "audio", "<image>": "image"}
+        content += [{"type": kinds[part]} if part in kinds else {"type": "text", "text": part}]
+    text = theirs.apply_chat_template(
+        [{"role": "user", "content": [part for part in content if part.get("text") != ""]}],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    clips = [item for item in prompt.images if isinstance(item, ProcessedAudio)]
+    wholes = [decode_audio(wav(samples(length, i)), RATE) for i, length in enumerate(lengths)]
+    # One by one: the end of a clip depends on the padding that longer neighbours bring.
+    expected = [theirs(text="<|audio_pad|>", audio=[x], return_tensors="pt") for x in wholes]
+    for clip, own in zip(clips, expected, strict=True):
+        assert torch.equal(clip.patches().t(), own["input_features"][0])
+        assert clip.num_tokens == own["input_ids"].numel()
+    assert list(prompt.short_ids) == theirs.tokenizer(text)["input_ids"]
+    assert our_processor(folder).num_tokens(prompt.row) == len(prompt.token_ids)
+
+    config = model_config(folder)
+    grids = [item.grid for item in prompt.images if item.medium == "image"]
+    positions, following = sglang_rope_index(
+        "qwen3_omni_moe",
+        2,
+        config.position_id_per_seconds,
+        Tokens.of(config),
+        prompt.token_ids,
+        torch.tensor(grids) if grids else None,
+        None,
+        None,
+        torch.tensor([len(clip.pixels) for clip in clips]),
+    )
+    assert torch.equal(prompt.positions, positions) and prompt.next_position == following
+
+
+@pytest.mark.parametrize("rate", [8_000, 44_100])
+def test_files_are_decoded_to_one_channel_at_the_models_rate(rate: int) -> None:
+    values = samples(1.0, rate=rate)
+    for data in (wav(values, rate), wav(values, rate, channels=2), flac(values, rate)):
+        decoded = decode_audio(data, RATE)
+        assert abs(len(decoded) - RATE) <= 32
+        spectrum = np.abs(np.fft.rfft(decoded))
+        assert abs(int(spectrum.argmax()) * RATE / len(decoded) - 300) < 2
+        assert np.abs(decoded).max() == pytest.approx(0.55, abs=0.1)
+
+
+def test_a_column_of_audio(tmp_path: Path, folder: Path) -> None:
+    values = samples(1.0)
+    data = wav(values)
+    (tmp_path / "a.wav").write_bytes(data)
+    for cell in (
+        "a.wav",
+        ["a.wav"],
+        {"path": "a.wav"},
+        {"bytes": data, "path": None} if False else {"base64": base64.b64encode(data).decode()},
+    ):
+        files = lines(tmp_path / "x.jsonl", {"problem": "Hear", "answer": "1", "sound": cell})
+        (read,) = read_rows(files, image_keys=(), audio_key="sound")
+        assert read.audio == (data,)
+    struct = {"array": values.tolist(), "sampling_rate": RATE}
+    files = lines(tmp_path / "x.jsonl", {"problem": "<audio>", "answer": "", "sound": struct})
+    (read,) = read_rows(files, image_keys=(), audio_key="sound")
+    assert np.array_equal(decode_audio(read.audio[0], RATE), values)
+    for part in (
+        {"type": "audio", "audio": "a.wav"},
+        {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode()}},
+    ):
+        chat = [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}]
+        files = lines(tmp_path / "x.jsonl", {"problem": chat, "answer": ""})
+        (read,) = read_rows(files, image_keys=())
+        assert (read.problem, read.audio) == ("<audio>What?", (data,))
+
+
+def test_clips_that_cannot_be_used_are_one_sentence(
+    tmp_path: Path, folder: Path, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = our_processor(folder)
+    for data, message in (
+        (b"nonsense", "train.jsonl:3: not audio that can be decoded"),
+        (b"#EXTM3U\n#EXTINF:1,\nhttp://x/a.ts\n", "not audio that can be decoded"),
+        (wav(samples(0.01)), r"a clip of 0\.010 s is too short"),
+    ):
+        for call in (processor.prompt, processor.num_tokens):
+            with pytest.raises(ValueError, match=message):
+                call(row("<audio>?", data))
+    monkeypatch.setattr(audio_decoding, "MAX_SECONDS", 1)
+    with pytest.raises(ValueError, match="longer than 1 s; cut it"):
+        decode_audio(wav(samples(1.5)), RATE)
+    other = our_processor(folder_of("qwen3_vl"))
+    with pytest.raises(ValueError, match="train.jsonl:3: .*audio"):
+        other.prompt(row("<audio>?", wav(samples(1.0))))
+    for cell, message in (
+        ({"array": [[0.0]], "sampling_rate": RATE}, "must have one channel"),
+        ({"array": [0.0], "sampling_rate": 0.5}, "whole number of samples"),
+        ("../a.wav", "leaves the data file's folder"),
+    ):
+        files = lines(tmp_path / "x.jsonl", {"problem": "?", "answer": "", "sound": cell})
+        with pytest.raises(ValueError, match=message):
+            read_rows(files, image_keys=(), audio_key="sound")
+
+
+def test_clips_are_processed_once_and_reach_other_ranks(folder: Path) -> None:
+    processor = Processor(folder, DATA, family_of(folder))
+    data = wav(samples(1.3))
+    first, again = processor.prompt(row("?", data, data)).images
+    assert first is again
+    read = sources_from_bytes(sources_to_bytes({first.key: first}))[first.key]
+    assert isinstance(read, ProcessedAudio)
+    assert torch.equal(read.patches(), first.patches()) and read.grids == first.grids
+    assert first.for_plan.grids == first.grids and first.for_plan.pixels.is_meta
+    assert json.dumps(first.shapes) == f"[[130, 16, {first.num_tokens}]]"
+    assert replace(first, length=3).num_tokens == 3
