@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megavlm.data.processor import Processor, Prompt
 from megavlm.families import family_of
+from megavlm.model_config import model_config
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.conftest import DATA
 
@@ -37,10 +38,10 @@ def auto_processor(folder: Path) -> Any:
 
 
 def chat_text(folder: Path, question: str) -> str:
-    """The prompt of a question, with the template's own marks of images and videos."""
-    parts = [part for part in re.split("(<image>|<video>)", question) if part]
+    """The prompt of a question, with the template's own marks of images, videos and audio."""
+    parts = [part for part in re.split("(<image>|<video>|<audio>)", question) if part]
     content = [
-        {"type": part[1:-1]} if part in ("<image>", "<video>") else {"type": "text", "text": part}
+        {"type": part[1:-1]} if re.fullmatch("<[a-z]+>", part) else {"type": "text", "text": part}
         for part in parts
     ]
     text: str = auto_processor(folder).apply_chat_template(

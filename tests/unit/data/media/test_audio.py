@@ -21,9 +21,9 @@ from megavlm.data.rows import Row
 from megavlm.families import family_of
 from megavlm.model_config import model_config
 from megavlm.training.step.rank_images import sources_from_bytes, sources_to_bytes
-from tests.conftest import DATA
-from tests.support.data import lines, read_rows
-from tests.support.samples import auto_processor, image, our_processor
+from tests.conftest import DATA, read_rows
+from tests.support.samples import auto_processor, chat_text, image, our_processor
+from tests.unit.data.media.test_image_sources import lines
 from tests.unit.data.rope_index import Tokens, sglang_rope_index
 
 RATE = 16_000
@@ -85,16 +85,8 @@ def test_a_prompt_equals_autoprocessor(
     folder: Path, problem: str, lengths: tuple[float, ...], images: int
 ) -> None:
     prompt = prompt_of(folder, problem, *lengths, images=images)
-    theirs, marked = auto_processor(folder), problem if "<" in problem else "<audio><audio>What?"
-    content = []
-    for number, part in enumerate(marked.replace("<", "\0<").replace(">", ">\0").split("\0")):
-        kinds = {"<audio>": "audio", "<image>": "image"}
-        content += [{"type": kinds[part]} if part in kinds else {"type": "text", "text": part}]
-    text = theirs.apply_chat_template(
-        [{"role": "user", "content": [part for part in content if part.get("text") != ""]}],
-        add_generation_prompt=True,
-        tokenize=False,
-    )
+    theirs = auto_processor(folder)
+    text = chat_text(folder, problem if "<" in problem else "<audio><audio>What?")
     clips = [item for item in prompt.images if isinstance(item, ProcessedAudio)]
     wholes = [decode_audio(wav(samples(length, i)), RATE) for i, length in enumerate(lengths)]
     # One by one: the end of a clip depends on the padding that longer neighbours bring.
@@ -140,7 +132,7 @@ def test_a_column_of_audio(tmp_path: Path, folder: Path) -> None:
         "a.wav",
         ["a.wav"],
         {"path": "a.wav"},
-        {"bytes": data, "path": None} if False else {"base64": base64.b64encode(data).decode()},
+        {"base64": base64.b64encode(data).decode()},
     ):
         files = lines(tmp_path / "x.jsonl", {"problem": "Hear", "answer": "1", "sound": cell})
         (read,) = read_rows(files, image_keys=(), audio_key="sound")
@@ -164,7 +156,7 @@ def test_clips_that_cannot_be_used_are_one_sentence(
 ) -> None:
     processor = our_processor(folder)
     for data, message in (
-        (b"nonsense", "train.jsonl:3: not audio that can be decoded"),
+        (b"nonsense", r"train\.jsonl:3: not audio that can be decoded"),
         (b"#EXTM3U\n#EXTINF:1,\nhttp://x/a.ts\n", "not audio that can be decoded"),
         (wav(samples(0.01)), r"a clip of 0\.010 s is too short"),
     ):
@@ -175,7 +167,7 @@ def test_clips_that_cannot_be_used_are_one_sentence(
     with pytest.raises(ValueError, match="longer than 1 s; cut it"):
         decode_audio(wav(samples(1.5)), RATE)
     other = our_processor(folder_of("qwen3_vl"))
-    with pytest.raises(ValueError, match="train.jsonl:3: .*audio"):
+    with pytest.raises(ValueError, match=r"train\.jsonl:3: .*audio"):
         other.prompt(row("<audio>?", wav(samples(1.0))))
     for cell, message in (
         ({"array": [[0.0]], "sampling_rate": RATE}, "must have one channel"),
