@@ -464,8 +464,13 @@ class Processor:
         for token, items, kind in (
             (self.image_token_id, row.images, "image"),
             (self.video_token_id, row.videos, "video"),
-            (self.audio_token_id, row.audio, "clip"),
+            (self.audio_token_id, row.audio, "audio clip"),
         ):
+            if token is None and items:
+                raise ValueError(
+                    f"{row.source}: models of this family take no {kind}s, but the prompt has "
+                    f"{len(items)}; leave them out"
+                )
             shown = 0 if token is None else ids.count(token)
             if shown != len(items):
                 raise ValueError(

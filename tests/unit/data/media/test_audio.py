@@ -121,7 +121,7 @@ def test_files_are_decoded_to_one_channel_at_the_models_rate(rate: int) -> None:
         assert abs(len(decoded) - RATE) <= 32
         spectrum = np.abs(np.fft.rfft(decoded))
         assert abs(int(spectrum.argmax()) * RATE / len(decoded) - 300) < 2
-        assert np.abs(decoded).max() == pytest.approx(0.55, abs=0.1)
+        assert decoded.std() == pytest.approx(0.285, abs=0.01)
 
 
 def test_a_column_of_audio(tmp_path: Path, folder: Path) -> None:
@@ -167,7 +167,7 @@ def test_clips_that_cannot_be_used_are_one_sentence(
     with pytest.raises(ValueError, match="longer than 1 s; cut it"):
         decode_audio(wav(samples(1.5)), RATE)
     other = our_processor(folder_of("qwen3_vl"))
-    with pytest.raises(ValueError, match=r"train\.jsonl:3: .*audio"):
+    with pytest.raises(ValueError, match=r"train\.jsonl:3: models of this family take no audio"):
         other.prompt(row("<audio>?", wav(samples(1.0))))
     for cell, message in (
         ({"array": [[0.0]], "sampling_rate": RATE}, "must have one channel"),
