@@ -12,6 +12,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from megavlm.data.media import audio_decoding
 from megavlm.data.media.audio import ProcessedAudio
@@ -20,11 +21,17 @@ from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.families import family_of
 from megavlm.model_config import model_config
+from megavlm.rewards.base import Score
+from megavlm.rollout.gateway.messages import ChatMessage, as_row
+from megavlm.rollout.groups import sample_records
+from megavlm.rollout.recorded import RecordedRollouts
+from megavlm.rollout.trajectory import Episode, Group
 from megavlm.training.step.rank_images import sources_from_bytes, sources_to_bytes
 from tests.conftest import DATA, read_rows
 from tests.support.samples import auto_processor, chat_text, image, our_processor
 from tests.unit.data.media.test_image_sources import lines
 from tests.unit.data.rope_index import Tokens, sglang_rope_index
+from tests.unit.rollout.scripted import Policy
 
 RATE = 16_000
 
@@ -190,3 +197,41 @@ def test_clips_are_processed_once_and_reach_other_ranks(folder: Path) -> None:
     assert first.for_plan.grids == first.grids and first.for_plan.pixels.is_meta
     assert json.dumps(first.shapes) == f"[[130, 16, {first.num_tokens}]]"
     assert replace(first, length=3).num_tokens == 3
+
+
+def test_a_step_with_audio_reads_as_it_was_written(tmp_path: Path, folder: Path) -> None:
+    """A turn hears a clip that the row does not have, as an agent may send it."""
+    processor = our_processor(folder)
+    base = row("<audio>What?", wav(samples(1.0)))
+    policy, prompt = Policy(processor, "1", "3"), processor.prompt(base)
+    episode = Episode(prompt)
+    for clip in (wav(samples(0.7, 2)), None):
+        response = policy.respond()
+        again = replace(base, problem="<audio>And?", audio=(clip,))
+        following = clip and processor.next_turn(prompt, response.token_ids, again)
+        episode.add_turn(response, "1", 0.0, Score(0.0, False), following)
+    recorded = RecordedRollouts(tmp_path)
+    recorded.save(1, [Group(prompt, episodes=[episode])])
+    (read,) = recorded.load(1, [base], processor)
+    for mine, theirs in zip(read.prompts, (prompt, episode.prompts[1]), strict=True):
+        assert mine.token_ids.equal(theirs.token_ids) and mine.positions.equal(theirs.positions)
+        for one, other in zip(mine.images, theirs.images, strict=True):
+            assert one.key == other.key and one.patches().equal(other.patches())
+    (record,) = sample_records([read], processor.pieces)
+    (_, make_png), _ = record["images"]
+    assert Image.open(io.BytesIO(make_png())).size == (100, 16), "the spectrogram"
+
+
+def test_messages_of_a_gateway_hold_audio(folder: Path) -> None:
+    data = wav(samples(1.0))
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode()}}
+    message = ChatMessage.model_validate({"role": "user", "content": [part, "What?"]})
+    read = as_row(row("?"), [message], (), lambda text: text)
+    assert read.audio == (data,)
+    prompt = our_processor(folder).prompt(read)
+    assert prompt.token_ids.equal(our_processor(folder).prompt(row("<audio>What?", data)).token_ids)
+    for given, problem in (({}, "input_audio has no data"), ({"data": "?"}, "audio is not base64")):
+        with pytest.raises(ValueError, match=problem):
+            ChatMessage.model_validate(
+                {"role": "user", "content": [{**part, "input_audio": given}]}
+            )
