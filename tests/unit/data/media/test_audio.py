@@ -218,7 +218,7 @@ def test_a_step_with_audio_reads_as_it_was_written(tmp_path: Path, folder: Path)
         for one, other in zip(mine.images, theirs.images, strict=True):
             assert one.key == other.key and one.patches().equal(other.patches())
     (record,) = sample_records([read], processor.pieces)
-    (_, make_png), _ = record["images"]
+    ((_, make_png),) = record["images"]
     assert Image.open(io.BytesIO(make_png())).size == (100, 16), "the spectrogram"
 
 
