@@ -36,6 +36,7 @@ FAMILIES = [
     pytest.param("glm4v_moe", marks=pytest.mark.slow),
     pytest.param("internvl", marks=pytest.mark.slow),
     pytest.param("minicpmv4_6", marks=pytest.mark.slow),
+    pytest.param("qwen3_omni_moe", marks=pytest.mark.slow),
 ]
 
 
