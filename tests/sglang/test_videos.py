@@ -1,8 +1,8 @@
-"""Prompts with videos at the real server: its log-probs against transformers' on the same weights,
-with the trainer's frames and positions.
+"""Prompts with videos and audio at the real server: its log-probs against transformers' on the same
+weights, with the trainer's frames and positions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,7 +16,7 @@ from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.requests import RequestLimits
 from tests.fakes.fixed_servers import FixedServers
-from tests.parity.inputs import QUESTION, image, video
+from tests.parity.inputs import QUESTION, clip, image, video
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
 from tests.sglang.questions import SPELLED, largest_difference, prompts
@@ -40,9 +40,15 @@ FAMILIES = [
 ]
 
 
-def shown(processor: Processor, problem: str, *videos: AnyVideo, images: int = 0) -> Prompt:
+def shown(
+    processor: Processor,
+    problem: str,
+    *videos: AnyVideo,
+    images: int = 0,
+    audio: Sequence[bytes] = (),
+) -> Prompt:
     pictures = tuple(image(84 + 28 * i, 56, seed=i) for i in range(images))
-    return processor.prompt(Row(1, problem, "", pictures, "", "test:1", videos))
+    return processor.prompt(Row(1, problem, "", pictures, "", "test:1", videos, tuple(audio)))
 
 
 def video_prompts(processor: Processor) -> dict[str, Prompt]:
@@ -66,6 +72,29 @@ def video_prompts(processor: Processor) -> dict[str, Prompt]:
     }
 
 
+def audio_prompts(processor: Processor) -> dict[str, Prompt]:
+    """Clips of several windows, of one chunk and of less, in prompts that a server may batch."""
+    if processor.audio_token_id is None:
+        return {}
+    short, middle, long = clip(0.31, 1), clip(1.0, 2), clip(4.57, 3)
+    first = shown(processor, f"<audio>{QUESTION}", audio=[middle])
+    row = Row(1, f"Now <audio> and {QUESTION}", "", (), "", "test:1", (), (long,))
+    later = processor.next_turn(first, [5, processor.eos_id], row)
+    return {
+        "a short clip": shown(processor, f"<audio>{QUESTION}", audio=[short]),
+        "a clip": first,
+        "a clip of several windows": shown(processor, f"<audio>{QUESTION}", audio=[long]),
+        "two clips": shown(processor, f"a<audio>b<audio>{QUESTION}", audio=[long, middle]),
+        "a clip and images": shown(
+            processor, f"<image>a<audio>b<image>{QUESTION}", images=2, audio=[middle]
+        ),
+        "a clip and a video": shown(
+            processor, f"<audio>a<video>{QUESTION}", video(84, 56, 6, 1), audio=[long]
+        ),
+        "a clip in a later turn": later,
+    }
+
+
 def make_sampling_params(served: Served, max_new_tokens: int = 8) -> SamplingParams:
     return SamplingParams(
         1.0, max_new_tokens, suppressed_ids=tuple(served.processor.suppressed_ids)
@@ -74,12 +103,13 @@ def make_sampling_params(served: Served, max_new_tokens: int = 8) -> SamplingPar
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs(servers: Callable[[str], Served], family: str) -> None:
-    """In one batch with prompts without videos. The same video at another rate comes in a further
+    """In one batch with prompts without videos and audio. The same video at another rate comes in a further
     request: its tokens may be the same, and must not be taken from the prefix cache.
     """
     served = servers(family).restore()
     reference, drawn = Reference(served.folder), make_sampling_params(served)
-    by_name = video_prompts(served.processor) | prompts(served.processor)
+    by_name = video_prompts(served.processor) | audio_prompts(served.processor)
+    by_name |= prompts(served.processor)
     groups = generate(served.client, list(by_name.values()), n=3, sampling_params=drawn)
     for (name, prompt), responses in zip(by_name.items(), groups, strict=True):
         assert len(responses) == 3

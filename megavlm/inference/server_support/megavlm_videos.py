@@ -162,15 +162,12 @@ def processed(prompt: list[int], text: str, token_ids: tuple[Any, ...]) -> Any:
     images: list[dict[str, Any]] = []
     videos: list[dict[str, Any]] = []
     audios: list[dict[str, Any]] = []
-    clips = [medium["shape"][0] for medium in header["media"] if medium["medium"] == "audio"]
     for medium, pixels in zip(header["media"], frames, strict=True):
         if medium["medium"] == "audio":
             num_frames, mel, number = medium["shape"]
             own = list(islice(places[audio], number))
-            # SGLang joins the clips of a request, whose lengths must be the same.
-            features = torch.zeros(1, mel, max(clips))
-            features[0, :, :num_frames] = pixels.view(torch.float32).view(num_frames, mel).t()
-            mask = (torch.arange(max(clips)) < num_frames).long()[None]
+            features = pixels.view(torch.float32).view(1, num_frames, mel).transpose(1, 2)
+            mask = torch.ones(1, num_frames, dtype=torch.long)
             given = {"input_features": features, "feature_attention_mask": mask}
             place = {"offsets": [(own[0], own[-1])], "hash": medium["hash"]}
             audios.append({**shared, **place, **given})
