@@ -211,6 +211,15 @@ def model_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else values
 
 
+def language_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of the language model in the values of a config.json. Older folders have
+    them at the top level.
+    """
+    part = model_values(values)
+    text: Mapping[str, Any] = part.get("text_config") or part
+    return text
+
+
 def check_unquantised(values: Mapping[str, Any], path: Path) -> None:
     """Raise ValueError if a config.json names a quantisation. path: Its file or folder."""
     if (settings := values.get("quantization_config")) is not None:

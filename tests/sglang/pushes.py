@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from megavlm.config.lora import LoRA
 from megavlm.data.packs.packing import Pack, make_pack
 from megavlm.data.packs.trees import prompt_tree
 from megavlm.data.processor import Prompt
-from megavlm.families import family
+from megavlm.families import family, model_config
 from megavlm.inference.protocol import Response, SamplingParams, adapter_name
 from megavlm.inference.server_pool.receivers import Receiver, Receivers
 from megavlm.models.common.config import ModelOptions
@@ -75,7 +74,7 @@ class Trainer:
 
     def start(self) -> tuple[Mesh, list[Entry], list[VisionLanguageModel]]:
         """On each rank."""
-        config = AutoConfig.from_pretrained(self.weights)
+        config = model_config(self.weights)
         mesh, entries, chunks = build(self.weights, config, self.ranks, self.options)
         if self.targets:
             add_pairs(chunks, self.targets)
@@ -118,7 +117,7 @@ def make_sync(
     pause: str = "abort",
 ) -> WeightSync:
     """`adapters`: not merged."""
-    config = AutoConfig.from_pretrained(trainer.weights)
+    config = model_config(trainer.weights)
     ranks = TrainerRanks.of(config, mesh.layout, mesh.world_size, trainer.options)
     changed = trained_entries(entries, trainer.options, trainer.targets or None)
     heads = config.text_config.num_key_value_heads
@@ -155,7 +154,7 @@ def packs_of(
     groups: Sequence[Sequence[Response]],
     context_size: int,
 ) -> list[Pack]:
-    config = AutoConfig.from_pretrained(trainer.weights)
+    config = model_config(trainer.weights)
     return [
         make_pack(
             [prompt_tree(prompt, [response.token_ids.tolist() for response in responses])],
@@ -236,7 +235,7 @@ def changed(folder: Path, to: Path, *, tower: bool, seed: int) -> Path:
     """The folder with noise on what is trained of its language model, and on its tower if asked."""
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(folder / "model.safetensors")
-    entries = entries_of(AutoConfig.from_pretrained(folder))
+    entries = entries_of(model_config(folder))
     frozen = {name for entry in entries if entry.frozen for name in entry.hf}
     for name in sorted(tensors.keys() - frozen):
         if tower or not is_tower(name):

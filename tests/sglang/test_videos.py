@@ -2,7 +2,7 @@
 weights, with the trainer's frames and positions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,10 +16,10 @@ from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.requests import RequestLimits
 from tests.fakes.fixed_servers import FixedServers
-from tests.parity.inputs import QUESTION, clip, image, video
+from tests.parity.inputs import QUESTION, image, video
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
-from tests.sglang.questions import SPELLED, largest_difference, prompts
+from tests.sglang.questions import SPELLED, audio_prompts, largest_difference, prompts
 from tests.sglang.test_rollouts import cut
 from tests.support.generation import generate
 from tests.support.timeouts import scaled
@@ -40,15 +40,9 @@ FAMILIES = [
 ]
 
 
-def shown(
-    processor: Processor,
-    problem: str,
-    *videos: AnyVideo,
-    images: int = 0,
-    audio: Sequence[bytes] = (),
-) -> Prompt:
+def shown(processor: Processor, problem: str, *videos: AnyVideo, images: int = 0) -> Prompt:
     pictures = tuple(image(84 + 28 * i, 56, seed=i) for i in range(images))
-    return processor.prompt(Row(1, problem, "", pictures, "", "test:1", videos, tuple(audio)))
+    return processor.prompt(Row(1, problem, "", pictures, "", "test:1", videos))
 
 
 def video_prompts(processor: Processor) -> dict[str, Prompt]:
@@ -72,29 +66,6 @@ def video_prompts(processor: Processor) -> dict[str, Prompt]:
     }
 
 
-def audio_prompts(processor: Processor) -> dict[str, Prompt]:
-    """Clips of several windows, of one chunk and of less, in prompts that a server may batch."""
-    if processor.audio_token_id is None:
-        return {}
-    short, middle, long = clip(0.31, 1), clip(1.0, 2), clip(4.57, 3)
-    first = shown(processor, f"<audio>{QUESTION}", audio=[middle])
-    row = Row(1, f"Now <audio> and {QUESTION}", "", (), "", "test:1", (), (long,))
-    later = processor.next_turn(first, [5, processor.eos_id], row)
-    return {
-        "a short clip": shown(processor, f"<audio>{QUESTION}", audio=[short]),
-        "a clip": first,
-        "a clip of several windows": shown(processor, f"<audio>{QUESTION}", audio=[long]),
-        "two clips": shown(processor, f"a<audio>b<audio>{QUESTION}", audio=[long, middle]),
-        "a clip and images": shown(
-            processor, f"<image>a<audio>b<image>{QUESTION}", images=2, audio=[middle]
-        ),
-        "a clip and a video": shown(
-            processor, f"<audio>a<video>{QUESTION}", video(84, 56, 6, 1), audio=[long]
-        ),
-        "a clip in a later turn": later,
-    }
-
-
 def make_sampling_params(served: Served, max_new_tokens: int = 8) -> SamplingParams:
     return SamplingParams(
         1.0, max_new_tokens, suppressed_ids=tuple(served.processor.suppressed_ids)
@@ -103,8 +74,8 @@ def make_sampling_params(served: Served, max_new_tokens: int = 8) -> SamplingPar
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs(servers: Callable[[str], Served], family: str) -> None:
-    """In one batch with prompts without videos and audio. The same video at another rate comes in a further
-    request: its tokens may be the same, and must not be taken from the prefix cache.
+    """In one batch with prompts without videos and audio. The same video at another rate comes in a
+    further request: its tokens may be the same, and must not be taken from the prefix cache.
     """
     served = servers(family).restore()
     reference, drawn = Reference(served.folder), make_sampling_params(served)
