@@ -45,7 +45,8 @@ OUTPUT_CUT = re.compile(
     r"|audio_tower\..*\.fc1\.(weight|bias)"
     r"|model\.layers\.\d+\.linear_attn\.(A_log|dt_bias)"
 )
-TOWER = ("visual.", "vision_tower.", "audio_tower.")
+AUDIO = "audio_tower."
+TOWER = ("visual.", "vision_tower.", AUDIO)
 # The last linear layers of a tower's attention.
 TOWER_OUTPUT = (
     ".attn.proj.weight",
@@ -71,11 +72,11 @@ class ServerLayout:
     head if there are fewer heads than ranks. tied_embeddings: True if HF's files have no output
     head. linear_rows: Result of `linear_rows`. A model with Gated DeltaNet has no separate
     attention module in SGLang, and its stacks of experts in HF are not transposed. on_cpu: True for
-    a CPU server, where SGLang pads the width of language MLPs and experts. whole_experts: True if
-    its MoE kernels store experts in another order, so that the model's own loader must take whole
-    ones. fp8: True if the weights of language layers are stored in block FP8. vision_head_dim: Size
-    of an attention head of the tower; if ranks do not divide the heads, SGLang adds heads of zeros.
-    audio_head_dim: The same of an audio tower.
+    a CPU server, where SGLang pads the width of experts and of the MLPs of the language model and of
+    an audio tower. whole_experts: True if its MoE kernels store experts in another order, so that
+    the model's own loader must take whole ones. fp8: True if the weights of language layers are
+    stored in block FP8. vision_head_dim: Size of an attention head of the vision tower; if ranks do
+    not divide the heads, SGLang adds heads of zeros. audio_head_dim: The same of an audio tower.
     names: Result of the family's `server_names`.
     """
 
@@ -107,7 +108,7 @@ class ServerLayout:
 
     def head_dim(self, name: str) -> int:
         """Return the size of an attention head of the tower that holds a tensor."""
-        return self.audio_head_dim if name.startswith("audio_tower.") else self.vision_head_dim
+        return self.audio_head_dim if name.startswith(AUDIO) else self.vision_head_dim
 
     @property
     def ffn_multiple(self) -> int:
@@ -238,9 +239,11 @@ def _stored_tensors(
         elif name.endswith(".linear_attn.conv1d.weight"):
             yield name, _cut(_linear_parts(tensor, layout), rank, size)
         elif OUTPUT_CUT.fullmatch(name):
+            if name.startswith(AUDIO):
+                tensor = _pad(tensor, layout.ffn_multiple)
             yield name, tensor.chunk(size)[rank]
         elif INPUT_CUT.fullmatch(name):
-            if ".down_proj." in name:
+            if ".down_proj." in name or (name.startswith(AUDIO) and ".fc2." in name):
                 tensor = _pad(tensor, _ffn_multiple(name, layout), dim=1)
             elif name.endswith(TOWER_OUTPUT):
                 tensor = _pad(tensor, layout.head_dim(name) * size, dim=1)

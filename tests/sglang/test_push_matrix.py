@@ -103,7 +103,7 @@ SUBSET = [
     Case("minicpmv4_6", 2, "CP2", "distributed", "frozen tower"),
     Case("minicpmv4_6", 2, "PP2", "disk", "refit"),
     Case("minicpmv4_6", 2, "TP2xPP2", "tensor", "adapter"),
-    Case("qwen3_omni_moe", 2, "TP2", "tensor", "tower"),
+    Case("qwen3_omni_moe", 2, "EP2", "tensor", "tower"),
     Case("qwen3_omni_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
     Case("qwen3_omni_moe", 2, "EP2", "disk", "refit"),
     Case("qwen3_omni_moe", 2, "EP2", "tensor", "adapter"),
@@ -126,7 +126,7 @@ def everything() -> Iterator[Case]:
         "internvl": dense,
         "internvl_moe": moe,
         "minicpmv4_6": dense,
-        "qwen3_omni_moe": ("TP2", *moe),
+        "qwen3_omni_moe": moe,
     }
     modes = ("tower", "frozen tower", "refit", "lora", "adapter")
     for family, ranks in itertools.product(layouts, (1, 2)):
