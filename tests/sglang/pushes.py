@@ -15,9 +15,10 @@ from megavlm.config.lora import LoRA
 from megavlm.data.packs.packing import Pack, make_pack
 from megavlm.data.packs.trees import prompt_tree
 from megavlm.data.processor import Prompt
-from megavlm.families import family, model_config
+from megavlm.families import family
 from megavlm.inference.protocol import Response, SamplingParams, adapter_name
 from megavlm.inference.server_pool.receivers import Receiver, Receivers
+from megavlm.model_config import model_config
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.mapping import Entry

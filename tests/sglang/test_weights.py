@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megavlm.families import family, model_config
+from megavlm.families import family
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
+from megavlm.model_config import model_config
 from megavlm.models.common.loading import MEMORY, written_shapes
 from megavlm.weight_sync.checksums import Checksums, check_checksums, tensor_hash
 from megavlm.weight_sync.server_api import Servers, control_client
