@@ -137,13 +137,16 @@ def _branches(make: Inputs) -> list[Sequences]:
 
 
 def _audio(make: Inputs) -> list[Sequences]:
-    """Clips of several chunks and windows, one of less than a chunk, with images and a video."""
+    """Clips of several chunks and windows, two of less than a window, with an image and a video;
+    one sequence without a clip.
+    """
     return [
         make.case(1, audio=[clip(1.3, 1)], responses=(3, 2)),
-        make.case(2, audio=[clip(1.0, 2), clip(4.57, 3)]),
+        make.case(
+            2, audio=[clip(1.0, 2), clip(4.57, 3), clip(0.31, 5)], videos=[video(64, 64, 4, 6)]
+        ),
         make.case(3, audio=[clip(2.2, 4)], images=[image(64, 96, 5)], responses=(2, 4)),
-        make.case(4, audio=[clip(0.31, 5)], videos=[video(64, 64, 4, 6)]),
-        make.case(5, images=[image(96, 64, 7)]),
+        make.case(4, images=[image(96, 64, 7)]),
     ]
 
 
