@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any
 
 from megavlm import families
+from megavlm.model_config import trained_config
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.tiny import TinySizes, tiny_config, tiny_family
 
@@ -72,7 +73,7 @@ def small_config(family: str, **sizes: Any) -> Any:
     if family in ("qwen3_vl_moe", "qwen3_omni_moe"):
         plain |= {"dense_layers": [1], "moe_ffn_size": 48}
     ids = {token: i for i, token in enumerate(tiny_family(kind).tokens.special)}
-    return families.trained_config(tiny_config(kind, TinySizes(**{**plain, **sizes}), 128, ids))
+    return trained_config(tiny_config(kind, TinySizes(**{**plain, **sizes}), 128, ids))
 
 
 def build_in_transformers(config: Any, device: str = "meta") -> Any:

@@ -11,6 +11,7 @@ from megavlm.models.qwen3_vl.config import architecture as qwen_architecture
 from megavlm.models.qwen3_vl.config import language_sizes, rotary
 
 __all__ = [
+    "CONVOLUTIONS",
     "FOLDER_NAMES",
     "SERVER_NAMES",
     "architecture",

@@ -6,7 +6,7 @@ from typing import Any
 
 from megavlm.models.common.mapping import Entry, joined, same
 from megavlm.models.common.mapping_parts import attention, experts, language_model, mlp
-from megavlm.models.qwen3_omni.config import halved
+from megavlm.models.qwen3_omni.config import CONVOLUTIONS, halved
 from megavlm.models.qwen3_vl.config import expert_layers
 from megavlm.models.qwen3_vl.mapping import tower_entries
 
@@ -38,12 +38,14 @@ def _tower(vision: Any) -> Iterator[Entry]:
 def _audio(audio: Any) -> Iterator[Entry]:
     size, channels = audio.d_model, audio.downsample_hidden_size
     megatron, hf = "visual.audio", "audio_tower"
+    rows = halved(audio.num_mel_bins)
     for number, inputs in enumerate((1, channels, channels), 1):
         convolution, shape = f"conv2d{number}", (channels, inputs, 3, 3)
-        yield same(f"{megatron}.{convolution}.weight", f"{hf}.{convolution}.weight", shape)
+        weight = same(f"{megatron}.{convolution}.weight", f"{hf}.{convolution}.weight", shape)
+        # Each convolution halves time and frequency; one row of the last's outputs is a token.
+        yield replace(weight, share=float(rows * 4 ** (CONVOLUTIONS - number)))
         yield same(f"{megatron}.{convolution}.bias", f"{hf}.{convolution}.bias", (channels,))
-    joined_size = channels * halved(audio.num_mel_bins)
-    yield same(f"{megatron}.conv_out.weight", f"{hf}.conv_out.weight", (size, joined_size))
+    yield same(f"{megatron}.conv_out.weight", f"{hf}.conv_out.weight", (size, channels * rows))
     for index in range(audio.encoder_layers):
         yield from _block(f"{megatron}.blocks.{index}", f"{hf}.layers.{index}", audio)
     yield from _norm(f"{megatron}.post_layernorm", f"{hf}.ln_post", size)

@@ -2,6 +2,7 @@
 config.json must fit the axes. This module does not import megatron-core.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megavlm.families import family, language_values
 from megavlm.inference.server_args import FP8_BLOCK
 from megavlm.models.common.layout_rules import check_model_layout
 
-Values = dict[str, Any]  # values of a config.json
+Values = Mapping[str, Any]  # values of a config.json
 
 
 def check_ranks(config: Config, world_size: int) -> None:

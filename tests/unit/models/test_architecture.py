@@ -20,7 +20,8 @@ def assert_same_angles(config: Any) -> None:
     family = part(config.model_type, "config")
     interleaved = family.architecture(config).get("rotary_interleaved", False)
     rotary = MultimodalRotary(family.rotary(config), interleaved=interleaved)
-    embedding = type(build_in_transformers(config).model.language_model.rotary_emb)
+    model = build_in_transformers(config).model
+    embedding = type(getattr(model, "language_model", model).rotary_emb)
     if {*family.rotary(config).axes} == {0}:  # without M-RoPE there is one position
         positions = positions[:1].expand(3, -1)
         cos, sin = embedding(config.text_config)(torch.ones(()), positions[:1])

@@ -253,10 +253,16 @@ def test_text_config_is_read_where_it_is(write_recipe: WriteRecipe, tmp_path: Pa
         )
 
 
+def values_of(config: Any) -> dict[str, Any]:
+    """A config.json's values, with the model_type of the folder where it holds several models."""
+    values: dict[str, Any] = config.to_dict() | {"model_type": config.model_type}
+    return values
+
+
 def family_sizes(config: Any) -> dict[str, Any]:
     """What a family's `architecture` says of the sizes that preflight reads from config.json."""
     architecture = part(config.model_type, "config").architecture(config)
-    names = language_sizes(config.to_dict(), Path("model"))
+    names = language_sizes(values_of(config), Path("model"))
     experts = {"num_moe_experts"} & architecture.keys()
     return {name: architecture[name] for name in {*names, *experts}}
 
@@ -264,7 +270,7 @@ def family_sizes(config: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes_are_those_of_a_family_s_own_architecture(family: str) -> None:
     config = small_config(family)
-    assert language_sizes(config.to_dict(), Path("model")) == family_sizes(config)
+    assert language_sizes(values_of(config), Path("model")) == family_sizes(config)
 
 
 @pytest.mark.parametrize("release", RELEASES)
