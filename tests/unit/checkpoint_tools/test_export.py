@@ -376,7 +376,8 @@ def test_a_model_with_a_talker_comes_back(tmp_path: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and config["thinker_config"]["tie_word_embeddings"]
     card = (out / "README.md").read_text()
-    assert "`talker.*` (" in card and "`code2wav.*` (" in card
+    assert f"`code2wav.*` and `talker.*` ({len(kept)} tensors) were not trained" in card
+    assert "peculative" not in card
 
     options = WriteOptions(experts="memory", max_shard_bytes=10**6)
     assert export_hf(checkpoint, tmp_path / "stacks", options=options).num_files > 2

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from checkpoint_tools import compare_logits
 from checkpoint_tools.compare_weights import difference
@@ -20,6 +19,9 @@ from megavlm.checkpointing.checksums import file_checksums
 from megavlm.checkpointing.folder import Manifest
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.writer import RecordFile, write_contents
+from megavlm.families import model_values
+from megavlm.model_config import model_config
+from megavlm.models.common.hf_source import HFFolder
 from tests.support.levels import slow
 from tests.unit.checkpoint_tools.command import run, sentence
 from tests.unit.checkpoint_tools.conftest import ADAPTED, Folder

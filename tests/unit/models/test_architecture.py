@@ -11,7 +11,7 @@ from megavlm.models.common.architecture import interleaved_axes
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.rotary import MultimodalRotary
 from tests.support.families import FAMILIES, build_in_transformers, part, small_config
-from tests.support.releases import RELEASES, released_config
+from tests.support.releases import RELEASES, released_config, released_text
 
 
 def assert_same_angles(config: Any) -> None:
@@ -48,7 +48,7 @@ def test_released_configurations(release: str, tmp_path: Path) -> None:
     config = released_config(release, tmp_path)
     assert_same_angles(config)
     ours = LanguageConfig(**part(config.model_type, "config").architecture(config))
-    text = RELEASES[release].get("text_config", RELEASES[release])
+    text = released_text(RELEASES[release])
     assert ours.num_layers == text["num_hidden_layers"]
     assert ours.ffn_hidden_size == text.get("intermediate_size", ours.moe_ffn_hidden_size)
     assert ours.num_query_groups == text["num_key_value_heads"]
