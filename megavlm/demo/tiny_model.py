@@ -103,6 +103,7 @@ def _save_model(
         _fill_tables(trained)
         if randomise:
             _randomise(trained)
+        _fill_untrained(model, trained)
     text = config.get_text_config()
     model.generation_config = GenerationConfig(
         bos_token_id=getattr(text, "bos_token_id", None),
@@ -133,6 +134,16 @@ def _fill_tables(model: Any) -> None:
     for parameter in model.parameters():
         if parameter.dim() > 1 and not parameter.any():
             parameter.data.normal_(std=0.1)
+
+
+def _fill_untrained(model: Any, trained: Any) -> None:
+    """Initialise what is not part of the trained model, because transformers leaves some of these
+    tensors as the memory was.
+    """
+    held = {id(parameter) for parameter in trained.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in held:
+            parameter.data.normal_(std=0.02)
 
 
 def _randomise(model: Any) -> None:
