@@ -81,7 +81,7 @@ def clips_of_all_lengths(processor: Processor) -> list[Prompt]:
     """
     if processor.audio_token_id is None:
         return []
-    clips = clip(0.4, 8), clip(1.7, 9)
+    clips = clip(0.41, 8), clip(1.7, 9)
     row = Row(2, f"a<audio>b<audio>{QUESTION}", "", (), "", "test:2", audio=clips)
     return [processor.prompt(row)]
 
