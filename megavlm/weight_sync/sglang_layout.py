@@ -74,9 +74,10 @@ class ServerLayout:
     attention module in SGLang, and its stacks of experts in HF are not transposed. on_cpu: True for
     a CPU server, where SGLang pads the width of experts and of the MLPs of the language model and
     of an audio tower. whole_experts: True if its MoE kernels store experts in another order, so
-    that the model's own loader must take whole ones. fp8: True if the weights of language layers are
-    stored in block FP8. vision_head_dim: Size of an attention head of the vision tower; if ranks do
-    not divide the heads, SGLang adds heads of zeros. audio_head_dim: The same of an audio tower.
+    that the model's own loader must take whole ones. fp8: True if the weights of language layers
+    are stored in block FP8. vision_head_dim: Size of an attention head of the vision tower; if
+    ranks do not divide the heads, SGLang adds heads of zeros. audio_head_dim: The same of an audio
+    tower.
     names: Result of the family's `server_names`.
     """
 

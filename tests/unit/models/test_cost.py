@@ -67,9 +67,7 @@ def test_every_family_counts_the_matrices_of_transformers(family: str) -> None:
 def test_audio_costs_what_its_tower_multiplies() -> None:
     """A clip of whole chunks, counted by transformers' own tower."""
     config = small_config("qwen3_omni_moe")
-    cost = ModelCost.of(
-        entries_of(config), part("qwen3_omni_moe", "config").architecture(config)
-    )
+    cost = ModelCost.of(entries_of(config), part("qwen3_omni_moe", "config").architecture(config))
     tower = build_in_transformers(config, "cpu").audio_tower
     counted, num_frames = 0.0, 4 * 2 * config.audio_config.n_window
 
