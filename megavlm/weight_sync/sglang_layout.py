@@ -77,8 +77,7 @@ class ServerLayout:
     that the model's own loader must take whole ones. fp8: True if the weights of language layers
     are stored in block FP8. vision_head_dim: Size of an attention head of the vision tower; if
     ranks do not divide the heads, SGLang adds heads of zeros. audio_head_dim: The same of an audio
-    tower.
-    names: Result of the family's `server_names`.
+    tower. names: Result of the family's `server_names`.
     """
 
     tensor_parallel: int = 1

@@ -243,12 +243,12 @@ def test_text_config_is_read_where_it_is(write_recipe: WriteRecipe, tmp_path: Pa
     path = tmp_path / "model" / "config.json"
     flat = json.loads(path.read_text())
     model_type = {"model_type": flat.pop("model_type")}
-    for part in (lambda values: values, lambda values: {"thinker_config": values}):
-        path.write_text(json.dumps(model_type | part({"text_config": flat})))
+    for within in (lambda values: values, lambda values: {"thinker_config": values}):
+        path.write_text(json.dumps(model_type | within({"text_config": flat})))
         check_model(write_recipe())
         for name in ("vocab_size", "num_hidden_layers", "num_key_value_heads"):
             text = {key: value for key, value in flat.items() if key != name}
-            path.write_text(json.dumps(model_type | part({"text_config": text})))
+            path.write_text(json.dumps(model_type | within({"text_config": text})))
             assert f"config.json has no {name}: give a complete" in refused(
                 write_recipe(), by=check_model
             )
