@@ -43,22 +43,20 @@ from tests.unit.checkpoint_tools.conftest import Folder
         "qwen2_vl",
         "qwen3_vl_moe",
         "qwen3_5",
-        *slow("qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "minicpmv4_6"),
+        *slow("qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "minicpmv4_6", "qwen3_omni_moe"),
     ],
 )
 def test_every_family_loads_in_transformers_with_the_same_logits(
     family: str, hf_folder: Folder, imported: Folder, tmp_path: Path
 ) -> None:
     define_torchvision_operators()
-    from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
+    from transformers import AutoModelForMultimodalLM, AutoProcessor, GenerationConfig
 
     done = export_hf(
         imported(family), tmp_path / "out", options=WriteOptions(max_shard_bytes=2 * 10**6)
     )
     assert done.num_files > 1
-    _, report = AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
+    _, report = AutoModelForMultimodalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     texts = [
         AutoProcessor.from_pretrained(folder).chat_template
