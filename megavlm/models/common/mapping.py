@@ -121,14 +121,14 @@ _SHORT_PREFIXES = (
 
 
 # Prefix of the trained model's tensors in folders that hold several models (families.PART).
-_PART_PREFIX = "thinker."
+PART_PREFIX = "thinker."
 
 
 def short_name(hf: str) -> str:
     """Return an HF tensor's name with a short prefix. It is the same for all forms of hub files and
     for models in memory.
     """
-    hf = hf.removeprefix(_PART_PREFIX)
+    hf = hf.removeprefix(PART_PREFIX)
     for long, short in _SHORT_PREFIXES:
         if hf.startswith(long):
             return short + hf.removeprefix(long)
