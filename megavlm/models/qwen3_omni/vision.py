@@ -12,6 +12,9 @@ from megavlm.models.common.vision_layers import Segments
 from megavlm.models.qwen3_omni.audio import AudioTower, Projector
 from megavlm.models.qwen3_vl.vision import VisionTower as ImageTower
 
+# Linear layers of Qwen3-VL's mergers, and their names on the hub.
+MERGER_LINEARS = {"linear_fc1": "0", "linear_fc2": "2"}
+
 
 class VisionTower(ImageTower):
     """Tower of Qwen3-VL with an audio tower beside it. The DeepStack levels of audio are zero,
@@ -27,6 +30,8 @@ class VisionTower(ImageTower):
     def projections(self, linear: str) -> tuple[str, ...]:
         if linear.startswith("audio.") and linear.endswith(".qkv"):
             return "q_proj", "k_proj", "v_proj"
+        if "merger" in linear and (name := linear.rpartition(".")[2]) in MERGER_LINEARS:
+            return (MERGER_LINEARS[name],)
         return super().projections(linear)
 
     def encode(self, images: Sequence[ProcessedImage]) -> Tensor:
