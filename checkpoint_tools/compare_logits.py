@@ -16,6 +16,7 @@ from checkpoint_tools.lora.peft_folder import is_peft_folder
 from checkpoint_tools.lora.step_adapters import has_adapters, step_adapters
 from checkpoint_tools.streaming import ShowProgress, no_progress
 from checkpoint_tools.weights import Weights, open_both
+from megavlm.model_config import model_config
 from megavlm.models.common.loading import HUB, Form
 from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
@@ -160,7 +161,9 @@ def _logits(folder: Path, inputs: dict[str, Any]) -> dict[str, Tensor]:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_pretrained(
+        folder, config=model_config(folder), dtype=torch.float32
+    )
     use_plain_torch(model)
     model.eval()
     # A weight may start anywhere in a mapped file, and kernels round depending on its alignment:

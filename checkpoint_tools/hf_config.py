@@ -9,7 +9,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from megavlm.families import AUTHORS, check_unquantised, family
+from megavlm.families import AUTHORS, PART, check_unquantised, family
+from megavlm.model_config import trained_config
 from megavlm.models.common.mapping import Entry
 
 # The values of these keys must be at least 1 wherever they appear.
@@ -45,7 +46,7 @@ def read_config(folder: Path) -> Any:
     try:
         if is_authors:
             return AutoConfig.for_model(AUTHORS[model_type], **parts.authors_config(values))
-        return AutoConfig.from_pretrained(folder)
+        return trained_config(AutoConfig.from_pretrained(folder))
     except StrictDataclassError as error:
         raise ValueError(f"{path}: {error.__cause__ or error}.") from error
     except KeyError as error:
@@ -78,14 +79,18 @@ def untie(values: dict[str, Any]) -> None:
     """Untie embedding and head in a config.json, on both levels: families differ in which level
     they read.
     """
-    values["tie_word_embeddings"] = False
-    text = values.get("text_config") or values.get("llm_config") or {}
+    model = values.get(PART) or values
+    model["tie_word_embeddings"] = False
+    text = model.get("text_config") or model.get("llm_config") or {}
     if "tie_word_embeddings" in text:
         text["tie_word_embeddings"] = False
 
 
 def _sections(values: dict[str, Any]) -> list[dict[str, Any]]:
-    return [values, *(value for value in values.values() if isinstance(value, dict))]
+    """Return the sections of a config.json that describe the trained model, and the whole."""
+    model = values.get(PART) or values
+    sections = [model, *(value for value in model.values() if isinstance(value, dict))]
+    return sections if model is values else [values, *sections]
 
 
 def _check(path: Path, values: dict[str, Any]) -> None:

@@ -38,11 +38,11 @@ def model_card(
     parts = [_HEAD, *_what(weights, adapters)]
     if untrained:
         prefixes = sorted({f"`{name.split('.')[0]}.*`" for name in untrained})
-        parts.append(
-            f"{' and '.join(prefixes)} ({len(untrained)} tensors, the head that predicts several "
-            "tokens) were not trained: they are the base model's, for which speculative decoding "
-            "remains exact but accepts fewer tokens.\n"
-        )
+        note = f"{' and '.join(prefixes)} ({len(untrained)} tensors) were not trained: they are "
+        note += "the base model's."
+        if "`mtp.*`" in prefixes:  # the head that predicts several tokens
+            note += " Speculative decoding with them remains exact but accepts fewer tokens."
+        parts.append(f"{note}\n")
     run = _run(weights)
     if run is not None:
         parts += run

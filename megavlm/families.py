@@ -9,8 +9,8 @@ A family is a package with five modules. A new family adds these, and a line in 
     mapping.py  `mapping`: entries that map hub tensors to this model's tensors
     vision.py   `VisionTower`
     inputs.py   `images`, `positions` and `model_inputs`: how images become pixels and tokens, the
-                positions of tokens, and inputs of transformers' model; `videos`, if prompts may
-                have some
+                positions of tokens, and inputs of transformers' model; `videos` and `audio`, if
+                prompts may have some
     tiny.py     `TINY`: tiny models of the demo and of tests, by model_type
     authors.py  `config_values` and `mapping`, if the authors' releases have a form of their own
                 (AUTHORS)
@@ -104,6 +104,13 @@ class Family:
         make = getattr(self._module("inputs"), "videos", None)
         return None if make is None else make(hf_config, processor, data, cache)
 
+    def audio(self, hf_config: Any, processor: Any, cache: Any) -> Any:
+        """Return the audio of prompts (data.audio.AudioProcessor), or None for a family without
+        `audio`. The arguments are as in `images`.
+        """
+        make = getattr(self._module("inputs"), "audio", None)
+        return None if make is None else make(hf_config, processor, cache)
+
     def positions(self, hf_config: Any) -> Callable[[Any, Sequence[Any]], tuple[Any, int]]:
         """Return a function of token ids [T] and the images and videos that they show, which
         returns the positions [3, T] (time, height, width) and the next position. Without M-RoPE the
@@ -179,6 +186,7 @@ FAMILIES = {
     ),
     "internvl": Family("megavlm.models.internvl", "intern"),
     "minicpmv4_6": Family("megavlm.models.minicpmv", "minicpmv"),
+    "qwen3_omni_moe": Family("megavlm.models.qwen3_omni", "qwen"),
 }
 
 # Model types of folders in the form of a family's authors, where it is not transformers': the
@@ -189,8 +197,27 @@ DEMO = "qwen2_5_vl"  # family of a tiny model, if none is named
 
 
 # Prefixes of hub tensors that the models here do not have: the head that predicts several tokens
-# (multi-token prediction). They are not trained, and an export copies them.
-UNTRAINED = ("mtp.",)
+# (multi-token prediction), and the models that speak. They are not trained, and an export copies
+# them.
+UNTRAINED = ("mtp.", "talker.", "code2wav.")
+
+# Section of a config.json that describes the trained model, in folders that hold several models.
+PART = "thinker_config"
+
+
+def model_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of the trained model in the values of a config.json."""
+    part = values.get(PART)
+    return part if isinstance(part, Mapping) else values
+
+
+def language_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of the language model in the values of a config.json. Older folders have
+    them at the top level.
+    """
+    part = model_values(values)
+    text: Mapping[str, Any] = part.get("text_config") or part
+    return text
 
 
 def check_unquantised(values: Mapping[str, Any], path: Path) -> None:

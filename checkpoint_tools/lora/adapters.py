@@ -17,7 +17,7 @@ from torch import Tensor
 from checkpoint_tools.weights import Weights
 from megavlm.models.common.components import lora_component
 from megavlm.models.common.loading import MEMORY, stack_shape
-from megavlm.models.common.mapping import Entry
+from megavlm.models.common.mapping import PART_PREFIX, Entry
 
 Pair = tuple[Tensor, Tensor]
 
@@ -27,7 +27,8 @@ class Projection:
     """A HuggingFace projection.
 
     linear: checkpoint key of the linear that contains it, without `.weight`. module: its name in
-    transformers 5, with experts named as modules (`...mlp.experts.3.gate_proj`).
+    transformers 5, in the class of the trained model, with experts named as modules
+    (`...mlp.experts.3.gate_proj`).
     """
 
     linear: str
@@ -85,7 +86,10 @@ _IN_MEMORY = (
 
 
 def module_name(name: str) -> str:
-    """Return transformers 5's name of a module or tensor, given any naming of its families."""
+    """Return transformers 5's name of a module or tensor, given any naming of its families. In a
+    folder of several models it has no prefix of the trained one.
+    """
+    name = name.removeprefix(PART_PREFIX)
     for old, new in (
         *((part, part) for part in _IN_MEMORY),
         *((part.removeprefix("model."), part) for part in _IN_MEMORY[1:]),
@@ -158,15 +162,21 @@ def _added(entry: Entry, pairs: list[Pair], scale: float) -> Tensor:
 def _projections(linear: str, entry: Entry) -> Iterator[Projection]:
     if entry.expert is None:
         for name, (rows, columns) in zip(entry.hf, entry.hf_shapes, strict=True):
-            yield Projection(linear, module_name(name.removesuffix(".weight")), rows, columns)
+            yield Projection(linear, _written(name.removesuffix(".weight")), rows, columns)
         return
     (stack,), (shape,) = entry.hf, entry.hf_shapes
     count, rows, columns = stack_shape(entry, shape, MEMORY)
-    layer, _, kind = module_name(stack).rpartition(".")
+    layer, _, kind = _written(stack).rpartition(".")
     parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
     for part in parts:
         module = f"{layer}.{entry.expert}.{part}"
         yield Projection(linear, module, rows // len(parts), columns, entry.expert, count)
+
+
+def _written(name: str) -> str:
+    """Return the name of a module in the class that holds the trained model alone."""
+    alone = name.removeprefix(PART_PREFIX)
+    return module_name(name) if alone == name else alone
 
 
 def _trained_name(linear: str) -> str:

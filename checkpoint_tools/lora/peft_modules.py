@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint_tools.lora.adapters import AdapterPairs, Pair, Projection
+from checkpoint_tools.lora.adapters import AdapterPairs, Pair, Projection, module_name
 from checkpoint_tools.lora.peft_config import Scale
 from checkpoint_tools.lora.peft_folder import PeftFolder, PeftModule, common_dtype
 from checkpoint_tools.safetensors_io import Spec
@@ -60,7 +60,7 @@ def to_adapters(peft: PeftFolder, whole: Mapping[str, list[Projection]]) -> Adap
     Projections without an adapter get zeros if they are in the same linear as an adapted one.
     Raises ValueError for an adapter that does not fit the model.
     """
-    projections = {one.module: one for group in whole.values() for one in group}
+    projections = {module_name(one.module): one for group in whole.values() for one in group}
     is_split = all(_is_split(module) for module in peft.modules if _holds_two(module))
     sources: dict[Projection, _Source] = {}
     for module in peft.modules:

@@ -246,11 +246,12 @@ def _check_distillation(config: Config) -> None:
             f"{rollout.top_k} give some 0, where it is infinite: set them to 1 and 0, or set "
             "distillation.divergence=sampled"
         )
-    if data.video_key is not None:
-        raise ValueError(
-            f"{key} is sent no videos, but data.video_key={data.video_key}: set it to null or "
-            f"remove {key}"
-        )
+    for medium, column in (("videos", "video_key"), ("audio", "audio_key")):
+        if (given := getattr(data, column)) is not None:
+            raise ValueError(
+                f"{key} is sent no {medium}, but data.{column}={given}: set it to null or remove "
+                f"{key}"
+            )
     known = ("answer", *data.extra_keys)
     for name, teacher in teachers.items():
         if teacher.rows and data.category_key is None:

@@ -51,6 +51,11 @@ class Data(Section):
     image may have, or a struct of frames and fps. `<video>` in the prompt marks the place of each
     video; without it, videos come first, after the images."""
 
+    audio_key: str | None = None
+    """Column of audio, each with a clip or a list of clips: a file in any form that an image may
+    have, or a struct of array and sampling_rate. `<audio>` in the prompt marks the place of each
+    clip; without it, clips come first, after images and videos."""
+
     category_key: str | None = "task"
     """Column whose values group the rows: metrics and evaluations are also reported for each value.
     Files need not have the column of the default. Null reports metrics overall only."""

@@ -250,7 +250,7 @@ def holding(prompt: Prompt, held: Held) -> Prompt:
         return prompt
     if held == "nothing":
         return replace(prompt, images=tuple(image.for_plan for image in prompt.images))
-    kept = (x.is_video or x.format.sends_frames for x in prompt.images)
+    kept = (x.medium != "image" or x.format.sends_frames for x in prompt.images)
     images = (x if keeps else x.for_request for x, keeps in zip(prompt.images, kept, strict=True))
     return replace(prompt, images=tuple(images))
 

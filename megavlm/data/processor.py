@@ -10,14 +10,16 @@ from pathlib import Path
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from megavlm.config.data import Data
 from megavlm.data.chat.template import ChatTemplate, text_after_response
-from megavlm.data.media.image_processing import ImageCache, ImageProcessor, ProcessedImage
+from megavlm.data.media.audio import AudioProcessor
+from megavlm.data.media.image_processing import ImageCache, ImageProcessor, Medium, ProcessedImage
 from megavlm.data.media.videos import ProcessedVideo, VideoProcessor
 from megavlm.data.rows import Row, rejected_row, same_responses
 from megavlm.families import Family
+from megavlm.model_config import model_config
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 REMOVED_IMAGE = "[an image was here]"  # in place of an image that left the prompt
@@ -51,7 +53,9 @@ class Prompt:
     short_ids: tuple[int, ...]  # the same with one vision token per image or video
     positions: Tensor  # [3, T] int64
     next_position: int  # position of the first response token
-    images: tuple[ProcessedImage, ...]  # and videos (`is_video`), in the order of their tokens
+    images: tuple[
+        ProcessedImage, ...
+    ]  # and videos and audio (`medium`), in the order of their tokens
     image_starts: tuple[int, ...] = ()  # the first of the tokens of each image
     turns: tuple[LearntTurn, ...] = ()  # earlier turns that SFT learns in addition to the answer
     answer_ids: tuple[int, ...] = ()  # tokens of the answer that SFT learns or DPO prefers
@@ -64,14 +68,14 @@ class Prompt:
 
     @property
     def has_videos(self) -> bool:
-        return any(image.is_video for image in self.images)
+        return any(image.medium == "video" for image in self.images)
 
     @property
     def sends_frames(self) -> bool:
         """Return True if servers are sent the frames of its images and videos with all vision
         tokens, and not the pictures of its images.
         """
-        return any(image.is_video or image.format.sends_frames for image in self.images)
+        return any(image.medium != "image" or image.format.sends_frames for image in self.images)
 
     @property
     def request_ids(self) -> tuple[int, ...]:
@@ -101,7 +105,7 @@ class Processor:
         from transformers import AutoProcessor
 
         try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            config = model_config(folder)
             processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
             self._tokenizer = processor.tokenizer
         except (OSError, ValueError, AttributeError) as error:
@@ -114,9 +118,12 @@ class Processor:
         self._positions = family.positions(config)
         self.image_token_id = self._images.token_id
         self.video_token_id: int | None = None if self._videos is None else self._videos.token_id
-        kinds = self.image_token_id, self.video_token_id
+        self._audio: AudioProcessor | None = family.audio(config, processor, cache)
+        self.audio_token_id: int | None = None if self._audio is None else self._audio.token_id
+        kinds = self.image_token_id, self.video_token_id, self.audio_token_id
         self.vision_token_ids = tuple(token for token in kinds if token is not None)
-        names = ("vision_start_token_id", "vision_end_token_id")
+        marks = ("vision_start", "vision_end", "audio_start", "audio_end")
+        names = [f"{mark}_token_id" for mark in marks]
         self._vision_bounds = {getattr(config, name, None) for name in names}
         self._piece_of = lru_cache(2**16)(lambda ids: self._tokenizer.decode(list(ids)))
         template = processor.chat_template or self._tokenizer.chat_template
@@ -305,12 +312,15 @@ class Processor:
         added: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._prompt(prompt.row, [*ids[: -len(end)], *added, *end], prompt.images)
 
-    def image(self, row: Row, number: int, *, is_video: bool) -> ProcessedImage:
-        """Process one image or video of a row, numbered from 0. Raises ValueError as `prompt`
+    def image(self, row: Row, number: int, medium: Medium) -> ProcessedImage:
+        """Process one image, video or clip of a row, numbered from 0. Raises ValueError as `prompt`
         does.
         """
         try:
-            if is_video:
+            if medium == "audio":
+                assert self._audio is not None, "a prompt of this family has no audio"
+                return self._audio.audio(row.audio[number])
+            if medium == "video":
                 assert self._videos is not None, "a prompt of this family has no videos"
                 return self._videos.video(row.videos[number])
             return self._images.image(row.images[number])
@@ -331,6 +341,7 @@ class Processor:
         turns: Bounds of turns in short_ids.
         """
         encoded, videos = iter(row.images), iter(row.videos)
+        audio = iter(row.audio)
         before = iter(known)
         images: list[ProcessedImage] = []
         starts: list[int] = []
@@ -344,15 +355,19 @@ class Processor:
                     starts.append(len(token_ids))
                 if token == self.image_token_id:
                     image = next(before, None) or self._images.image(next(encoded))
-                    number = sum(not shown.is_video for shown in images)
+                    number = sum(shown.medium == "image" for shown in images)
                     token_ids += self._images.prompt_ids(image.num_tokens, image.shown_size, number)
                     images.append(image)
                 elif self._videos is not None and token == self._videos.token_id:
                     video = next(before, None) or self._videos.video(next(videos))
                     assert isinstance(video, ProcessedVideo)
-                    number = sum(shown.is_video for shown in images)
+                    number = sum(shown.medium == "video" for shown in images)
                     token_ids += self._videos.prompt_ids(video.grid, video.times, number)
                     images.append(video)
+                elif self._audio is not None and token == self._audio.token_id:
+                    clip = next(before, None) or self._audio.audio(next(audio))
+                    token_ids += self._audio.prompt_ids(clip.num_tokens)
+                    images.append(clip)
                 else:
                     token_ids.append(token)
         except ValueError as error:
@@ -386,9 +401,12 @@ class Processor:
                     self._videos.prompt_length(video, number)
                     for number, video in enumerate(row.videos)
                 )
+            if self._audio is not None:
+                vision_tokens += sum(map(self._audio.prompt_length, row.audio))
         except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
-        return len(short_ids) - len(row.images) - len(row.videos) + vision_tokens
+        num_media = len(row.images) + len(row.videos) + len(row.audio)
+        return len(short_ids) - num_media + vision_tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens, its end token, and outer white space."""
@@ -446,7 +464,13 @@ class Processor:
         for token, items, kind in (
             (self.image_token_id, row.images, "image"),
             (self.video_token_id, row.videos, "video"),
+            (self.audio_token_id, row.audio, "audio clip"),
         ):
+            if token is None and items:
+                raise ValueError(
+                    f"{row.source}: models of this family take no {kind}s, but the prompt has "
+                    f"{len(items)}; leave them out"
+                )
             shown = 0 if token is None else ids.count(token)
             if shown != len(items):
                 raise ValueError(

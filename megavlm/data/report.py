@@ -51,6 +51,7 @@ def _split(name: str, summary: Summary) -> dict[str, Any]:
         "images": len(summary.widths),
         "distinct images": len(summary.distinct_images),
         "videos": summary.num_videos,
+        "clips of audio": summary.num_clips,
     }
     return {
         "name": name,

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard, overload
 
 from megavlm.config.data import Data
 from megavlm.data.chat.messages import (
+    AUDIO_PLACEHOLDER,
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,
     Chat,
@@ -21,6 +22,7 @@ from megavlm.data.chat.messages import (
     read_tools,
     without_nulls,
 )
+from megavlm.data.media.audio_decoding import audio_bytes, check_audio, is_fetched_audio
 from megavlm.data.media.image_decoding import decode
 from megavlm.data.media.image_sources import DataFolder, is_url, media_bytes
 from megavlm.data.media.video_sources import AnyVideo, check_video, is_fetched_video, read_video
@@ -37,6 +39,7 @@ NULL_MEANS = {
     "data.image_keys": "; [] means no images",
     "data.category_key": "; null means no categories",
     "data.video_key": "; null means no videos",
+    "data.audio_key": "; null means no audio",
 }
 
 
@@ -51,6 +54,7 @@ class Row:
     category: str  # "" if there is none
     source: str  # for messages: "x.parquet:0" is the first row, "x.jsonl:1" the first line
     videos: tuple[AnyVideo, ...] = ()  # with one VIDEO_PLACEHOLDER per video, or none at all
+    audio: tuple[bytes, ...] = ()  # files of clips, with one AUDIO_PLACEHOLDER each, or none at all
     extra: Mapping[str, Any] = field(default_factory=dict)  # columns for rewards and environments
     num_unfetched: int = 0  # number of images at URLs, which Rows.peek leaves out
     messages: tuple[Message, ...] = ()  # the whole chat; () if `problem` is all of it
@@ -78,6 +82,8 @@ class Rows(Sequence[Row]):
       the row has no image; an empty text, such as an empty cell of a CSV file, is an error.
     - The video column holds a video or a list of videos. A video is a file, in any form of
       image_sources.py, or a struct of `frames`, a list of images, and `fps`, the frames per second.
+    - The audio column holds a clip or a list of clips. A clip is a file, in any form of
+      image_sources.py, or a struct of `array`, the samples, and `sampling_rate`.
     - Extra columns are kept unchanged; in CSV they are text.
 
     In JSONL a key that a line lacks is null. NaN is null, too, because pandas writes it for missing
@@ -135,7 +141,7 @@ class Rows(Sequence[Row]):
 
         Rows whose text cannot be used are left out.
         """
-        plain = replace(self._data, image_keys=(), video_key=None)
+        plain = replace(self._data, image_keys=(), video_key=None, audio_key=None)
         for number, (file, block) in enumerate(self.blocks):
             content = self._tables[file].read(block, _present(self._tables[file], plain))
             for offset in range(self.block_rows[number]):
@@ -158,6 +164,8 @@ class Rows(Sequence[Row]):
             "videos": data.video_key,
             "extra": data.extra_keys,
         }
+        if data.audio_key is not None:  # older checkpoints know of none
+            columns["audio"] = data.audio_key
         if data.rejected_key is not None:  # older checkpoints know of none
             columns["rejected"] = data.rejected_key
         named = ", ".join(f"{name}={value!r}" for name, value in columns.items())
@@ -239,24 +247,28 @@ class _RowMaker:
             rejected = Message("assistant", _text(text, str(data.rejected_key)))
         found = [(name, item) for name in data.image_keys for item in _listed(record.get(name))]
         videos = () if data.video_key is None else _listed(record.get(data.video_key))
+        clips = () if data.audio_key is None else _listed(record.get(data.audio_key))
         for kind, columns, items, held in (
             ("image", ", ".join(data.image_keys), found, chat.images),
             ("video", data.video_key, videos, chat.videos),
+            ("audio", data.audio_key, clips, chat.audio),
         ):
             if items and held:
-                raise ValueError(f"{kind}s both in the messages and in {columns}")
+                several = kind if kind == "audio" else f"{kind}s"
+                raise ValueError(f"{several} both in the messages and in {columns}")
             if chat.num_bare.get(kind) and not columns and self.checked:
-                key = "data.image_keys=[]" if kind == "image" else "data.video_key=null"
+                key = "data.image_keys=[]" if kind == "image" else f"data.{kind}_key=null"
                 raise ValueError(
                     f"the messages have a part of type {kind} without its {kind}, but {key} names "
-                    f"no column of {kind}s: set it, or give the part its {kind}"
+                    f"no column of it: set it, or give the part its {kind}"
                 )
         found = found or [(str(data.prompt_key), item) for item in chat.images]
-        videos = videos or chat.videos
+        videos, clips = videos or chat.videos, clips or chat.audio
         if self.checked:
             for mark, items, name, held in (
                 (IMAGE_PLACEHOLDER, found, ", ".join(data.image_keys), chat.images),
                 (VIDEO_PLACEHOLDER, videos, data.video_key, chat.videos),
+                (AUDIO_PLACEHOLDER, clips, data.audio_key, chat.audio),
             ):
                 if name or held:
                     _check_placeholders(messages, mark, len(items), data.prompt_key, name)
@@ -272,6 +284,7 @@ class _RowMaker:
             category=_category(category, data),
             source=source,
             videos=tuple(self._video(data.video_key, item) for item in videos),
+            audio=tuple(self._clip(data.audio_key, item) for item in clips),
             extra={name: record.get(name) for name in data.extra_keys},
             num_unfetched=images.count(None),
             messages=() if whole else messages,
@@ -280,7 +293,11 @@ class _RowMaker:
             rejected=rejected,
             dataset=dataset,
             is_fetched=self.fetches
-            and (any(is_url(item) for _, item in found) or any(map(is_fetched_video, videos))),
+            and (
+                any(is_url(item) for _, item in found)
+                or any(map(is_fetched_video, videos))
+                or any(map(is_fetched_audio, clips))
+            ),
         )
 
     def _answer(self) -> str:
@@ -348,6 +365,13 @@ class _RowMaker:
         except ValueError as error:
             raise ValueError(f"column {column!r}: {error}") from error
 
+    def _clip(self, column: str | None, value: object) -> bytes:
+        """Return an encoded clip. Errors name the column."""
+        try:
+            return audio_bytes(value, self.folder)
+        except ValueError as error:
+            raise ValueError(f"column {column or self.data.prompt_key!r}: {error}") from error
+
     def _video(self, column: str | None, value: object) -> AnyVideo:
         """Return an encoded video. Errors name the column."""
         try:
@@ -363,6 +387,7 @@ def check_media(row: Row) -> None:
     parts: list[tuple[str, Callable[[Any], object], Any]] = [
         *((f"image {i}", decode, image) for i, image in enumerate(row.images, 1)),
         *((f"video {i}", check_video, video) for i, video in enumerate(row.videos, 1)),
+        *((f"audio {i}", check_audio, clip) for i, clip in enumerate(row.audio, 1)),
     ]
     for name, check, part in parts:
         try:
@@ -393,7 +418,15 @@ def same_responses(row: Row) -> ValueError:
 
 def _columns(data: Data) -> list[tuple[str, str]]:
     """Return (configuration key, column) of every column that files must have."""
-    keys = ("prompt_key", "answer_key", "category_key", "video_key", "image_keys", "extra_keys")
+    keys = (
+        "prompt_key",
+        "answer_key",
+        "category_key",
+        "video_key",
+        "audio_key",
+        "image_keys",
+        "extra_keys",
+    )
     columns = []
     for key in keys:
         if key == "category_key" and data.category_key == Data.category_key:

@@ -25,6 +25,7 @@ class Summary:
     num_bad: int = 0
     num_long: int = 0
     num_videos: int = 0
+    num_clips: int = 0  # of audio
     reasons: list[str] = field(default_factory=list)  # the first MAX_REASONS
     by_dataset: Counter[str] = field(default_factory=Counter)
     by_category: Counter[str] = field(default_factory=Counter)
@@ -107,6 +108,7 @@ def _add(
     summary.answer_tokens.append(answer_tokens)
     summary.images_per_row.append(len(row.images))
     summary.num_videos += len(row.videos)
+    summary.num_clips += len(row.audio)
     for image, (width, height) in zip(row.images, sizes, strict=True):
         summary.widths.append(width)
         summary.heights.append(height)

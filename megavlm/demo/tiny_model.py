@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from megavlm.demo_folder import FAMILY
+from megavlm.model_config import trained_config
 from megavlm.models.common.tiny import TinyFamily, TinySizes, TinyTokens, tiny_config, tiny_family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
@@ -90,16 +91,20 @@ def _save_model(
     folder: Path, parts: TinyFamily, config: PreTrainedConfig, *, seed: int, randomise: bool
 ) -> None:
     define_torchvision_operators()
-    from transformers import AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
+    holds_several = trained_config(config) is not config
+    auto: Any = AutoModelForMultimodalLM if holds_several else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config)
-        _slow_decay(model)
-        _fill_tables(model)
+        model = auto.from_config(config)
+        trained = model.thinker if holds_several else model
+        _slow_decay(trained)
+        _fill_tables(trained)
         if randomise:
-            _randomise(model)
-    text = config.text_config
+            _randomise(trained)
+        _fill_untrained(model, trained)
+    text = config.get_text_config()
     model.generation_config = GenerationConfig(
         bos_token_id=getattr(text, "bos_token_id", None),
         eos_token_id=text.eos_token_id,
@@ -129,6 +134,16 @@ def _fill_tables(model: Any) -> None:
     for parameter in model.parameters():
         if parameter.dim() > 1 and not parameter.any():
             parameter.data.normal_(std=0.1)
+
+
+def _fill_untrained(model: Any, trained: Any) -> None:
+    """Initialise what is not part of the trained model, because transformers leaves some of these
+    tensors as the memory was.
+    """
+    held = {id(parameter) for parameter in trained.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in held:
+            parameter.data.normal_(std=0.02)
 
 
 def _randomise(model: Any) -> None:

@@ -10,6 +10,7 @@ from megavlm.config.schema import Config
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
 from megavlm.families import family, family_of
+from megavlm.model_config import model_config
 from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.observability.text import duration
 
@@ -68,7 +69,10 @@ def _seconds_per_row(config: Config, prompts: Sequence[Prompt]) -> float:
     """
     from transformers import AutoModelForImageTextToText
 
-    model = AutoModelForImageTextToText.from_pretrained(config.model.folder, local_files_only=True)
+    folder = config.model.folder
+    model = AutoModelForImageTextToText.from_pretrained(
+        folder, config=model_config(folder), local_files_only=True
+    )
     use_plain_torch(model)
     _train(model, prompts[0])  # warm up: the first call allocates memory
     start = time.process_time()

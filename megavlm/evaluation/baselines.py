@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megavlm.data.chat.messages import Message, without_placeholders
+from megavlm.data.media.video_sources import AnyVideo
 from megavlm.data.rows import Row
 
 
@@ -64,16 +65,17 @@ def answers_by_category(rows: Sequence[Row]) -> dict[str, set[str]]:
 
 
 def exchange_images(rows: Sequence[Row], seed: int) -> list[Row]:
-    """Return the rows, in order, each with the images and videos of another row that has as many.
+    """Return the rows, in order, each with the images, videos and audio of another row that has as
+    many.
 
     A row is left out if it cannot get others: it has none, no other row has as many, or most rows
     with as many share the same ones.
     """
     rng = np.random.default_rng(seed)
-    groups: dict[tuple[int, int], dict[Hashable, list[int]]] = {}
+    groups: dict[tuple[int, ...], dict[Hashable, list[int]]] = {}
     for index, row in enumerate(rows):
-        number = len(row.images), len(row.videos)
-        groups.setdefault(number, {}).setdefault((row.images, row.videos), []).append(index)
+        media = _media(row)
+        groups.setdefault((*map(len, media),), {}).setdefault(media, []).append(index)
     exchanged: dict[int, Row] = {}
     for same in groups.values():
         # Rows with the same images are neighbours: a shift by the size of the largest such block
@@ -82,10 +84,16 @@ def exchange_images(rows: Sequence[Row], seed: int) -> list[Row]:
         order = [index for block in rng.permutation(len(blocks)) for index in blocks[block]]
         sources = np.roll(order, max(map(len, blocks)))
         for receiver, source in zip(order, sources, strict=True):
-            images, videos = rows[source].images, rows[source].videos
-            if (images, videos) != (rows[receiver].images, rows[receiver].videos):
-                exchanged[receiver] = replace(rows[receiver], images=images, videos=videos)
+            images, videos, audio = media = _media(rows[source])
+            if media != _media(rows[receiver]):
+                exchanged[receiver] = replace(
+                    rows[receiver], images=images, videos=videos, audio=audio
+                )
     return [exchanged[index] for index in sorted(exchanged)]
+
+
+def _media(row: Row) -> tuple[tuple[bytes, ...], tuple[AnyVideo, ...], tuple[bytes, ...]]:
+    return row.images, row.videos, row.audio
 
 
 def _most_frequent(counts: "Counter[str]") -> str:

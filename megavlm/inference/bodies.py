@@ -220,7 +220,7 @@ def processed_media(prompt: "Prompt") -> list[Body]:
     """
     header = {
         "media": [
-            {"is_video": image.is_video, "shape": shape, "hash": _cache_key(image, part)}
+            {"medium": image.medium, "shape": shape, "hash": _cache_key(image, part)}
             for image in prompt.images
             for part, shape in enumerate(image.shapes)
         ],

@@ -143,7 +143,8 @@ class Request:
         """
         url = address.url + "/generate"
         if not address.takes_videos and any(prompt.sends_frames for prompt in self.prompts):
-            kind = "videos" if any(prompt.has_videos for prompt in self.prompts) else "tiles"
+            media = {image.medium for prompt in self.prompts for image in prompt.images}
+            kind = next((x for x in ("video", "audio") if x in media), "processed image") + "s"
             raise RolloutRequestError(
                 f"{address.url} does not take the {kind} of {self.source}: only servers that a run "
                 "starts itself (rollout.mode=managed), or that python -m megavlm.slurm.servers "

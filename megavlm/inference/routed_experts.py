@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megavlm.families import family
+from megavlm.families import family, language_values
 
 Array = npt.NDArray[Any]
 
@@ -49,7 +49,7 @@ def routed_experts_shape(folder: str | Path) -> RoutedExpertsShape | None:
     experts.
     """
     values: Mapping[str, Any] = json.loads((Path(folder) / "config.json").read_bytes())
-    text = values.get("text_config") or values  # as older folders have it
+    text = language_values(values)
     sizes = family(values["model_type"]).language_sizes(text)
     if "num_moe_experts" not in sizes:
         return None

@@ -15,7 +15,7 @@ from megavlm import sglang_cpu
 from megavlm.config.algorithm import PolicyOptimization, replays_routing
 from megavlm.config.lora import SERVED_TARGETS
 from megavlm.config.schema import Config
-from megavlm.families import Family, family
+from megavlm.families import Family, family, language_values
 
 ServerArgs = Mapping[str, str | int | float | bool | list[str] | None]
 
@@ -110,7 +110,7 @@ class ServerOptions:
     @property
     def _is_linear(self) -> bool:
         """True for a model with linear attention layers."""
-        return "linear_num_key_heads" in self._model_values.get("text_config", {})
+        return "linear_num_key_heads" in language_values(self._model_values)
 
     @property
     def _model_values(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Modelled forward FLOPs of trees in language model and tower, to balance the work of ranks.
 
-Not covered: the backward pass, communication, the embedding, the mergers and the output layer.
+Not covered: the backward pass, communication, the embedding, the mergers, the output layer, and
+attention in an audio tower, whose windows are short.
 """
 
 import math
@@ -24,14 +25,15 @@ CHUNK = 64  # tokens in a chunk of linear attention
 
 @dataclass(frozen=True)
 class ModelCost:
-    """FLOPs per token, per patch, and per attended pair of tokens or patches, with two FLOPs per
-    multiply-add.
+    """FLOPs per token, per patch, per attended pair of tokens or patches, and per token of a clip
+    of audio, with two FLOPs per multiply-add.
     """
 
     per_token: float
     per_pair: float
     per_patch: float
     per_patch_pair: float
+    per_clip_token: float = 0.0
 
     @classmethod
     def of(cls, entries: Iterable[Entry], architecture: Mapping[str, Any]) -> "ModelCost":
@@ -41,7 +43,7 @@ class ModelCost:
             with.
         architecture: The result of its family's `architecture(hf_config)`.
         """
-        per_token = per_patch = per_patch_pair = 0.0
+        per_token = per_patch = per_patch_pair = per_clip_token = 0.0
         for entry in entries:
             matrices = sum(math.prod(shape) for shape in entry.hf_shapes if len(shape) > 1)
             if entry.megatron.startswith("language_model.decoder.layers."):
@@ -53,12 +55,14 @@ class ModelCost:
                 per_patch += 2 * matrices * entry.share
                 if entry.megatron.endswith(".attn.qkv.weight"):
                     per_patch_pair += 4.0 * entry.hf_shapes[0][1] * entry.share**2
+            elif entry.megatron.startswith("visual.audio."):
+                per_clip_token += 2 * matrices * entry.share
         width = architecture["num_attention_heads"] * architecture["kv_channels"]
         linear_layers = sum(architecture.get("linear_attention_freq", ()))
         per_pair = 4.0 * width * (architecture["num_layers"] - linear_layers)
         if linear_layers:
             per_token += linear_layers * _delta_rule(architecture)
-        return cls(per_token, per_pair, per_patch, per_patch_pair)
+        return cls(per_token, per_pair, per_patch, per_patch_pair, per_clip_token)
 
     @property
     def least_pack(self) -> float:
@@ -74,12 +78,18 @@ class ModelCost:
             ends.append(context + length)
             flops = self.per_token * length
             flops += self.per_pair * length * (context + (length + 1) / 2)
-            costs.append(flops + sum(self.image(images[key].grids) for key in segment.images))
+            costs.append(flops + sum(self.item(images[key]) for key in segment.images))
         return costs
 
     def tree(self, tree: Tree, images: Mapping[str, ProcessedImage]) -> float:
         """Return the FLOPs of a tree, with each segment counted once."""
         return sum(self.segments(tree, images))
+
+    def item(self, image: ProcessedImage) -> float:
+        """Return the FLOPs of an image, a video or a clip of audio in the tower."""
+        if image.medium == "audio":
+            return self.per_clip_token * image.num_tokens
+        return self.image(image.grids)
 
     def image(self, grids: Iterable[Grid]) -> float:
         """Return the FLOPs of an image or a video, of whose parts each has (t, h, w) patches."""

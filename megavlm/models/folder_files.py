@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megavlm.families import AUTHORS, family_of
+from megavlm.families import AUTHORS, family_of, model_values
 
 Values = Mapping[str, Any]
 
@@ -29,6 +29,7 @@ def check_files(folder: Path) -> None:
     config = _read(folder / "config.json")
     if config.get("model_type") in AUTHORS:
         return  # its files do not repeat the values of its config.json
+    config = model_values(config)
     names = family_of(folder).folder_names()
     vision = config.get("vision_config", {})
     for name, values in _processors(folder):

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig
-
 from megavlm.config.schema import Config
 from megavlm.families import family
+from megavlm.model_config import model_config
 from megavlm.models.sizes import EqualRanks
 from megavlm.planner.memory import GB, GPU, LEAST_CACHE, server_memory
 from megavlm.planner.overview import Load, step_model
@@ -70,7 +69,7 @@ def cluster_plan(
     Raises ValueError if no split fits, or if the GPUs of several nodes are not whole nodes.
     """
     config = load(*_mode(1, False, num_gpus > NODE))
-    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+    hf_config = model_config(config.model.folder)
     found = splits(load, hf_config, num_gpus, gpu, count)
     if not found:
         raise ValueError(

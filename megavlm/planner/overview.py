@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from transformers import AutoConfig
-
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.recompute import Recompute
 from megavlm.config.schema import Config
 from megavlm.families import family
+from megavlm.model_config import model_config
 from megavlm.models.cost import LANGUAGE_SHARE
 from megavlm.models.sizes import EqualRanks
 from megavlm.planner.memory import GB, GPU, OVERHEAD, RunMemory, trainer_ranks
@@ -40,7 +39,7 @@ def run_plan(load: Load, world_size: int | None, gpu: float = GPU) -> str:
     Raises ValueError if the layout does not fit the model or the world size.
     """
     config = load()
-    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+    hf_config = model_config(config.model.folder)
     num_ranks = world_size or config.parallel.num_ranks
     ranks = [*trainer_ranks(config, hf_config, num_ranks)]
     memory = RunMemory.of(config, hf_config, num_ranks, gpu, ranks)
@@ -66,7 +65,7 @@ def fits(config: Config, world_size: int) -> str:
     """Return a sentence with the modelled memory of the fullest GPU. Raises ValueError if the run
     does not fit.
     """
-    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+    hf_config = model_config(config.model.folder)
     memory = RunMemory.of(config, hf_config, world_size)
     if found := [*memory.problems()]:
         raise ValueError(

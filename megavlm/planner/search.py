@@ -9,12 +9,11 @@ from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
-from transformers import AutoConfig
-
 from megavlm.config.algorithm import PolicyOptimization
 from megavlm.config.parallel import Parallel
 from megavlm.config.schema import Config
 from megavlm.families import family
+from megavlm.model_config import model_config
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.sizes import EqualRanks
 from megavlm.planner.memory import BUDGET, GB, GPU, RunMemory, server_memory, trainer_ranks
@@ -49,7 +48,7 @@ def search_plan(
     Raises ValueError if none fits.
     """
     config = load()
-    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+    hf_config = model_config(config.model.folder)
     num_ranks = world_size or config.parallel.num_ranks
     layouts = [*all_layouts(hf_config, num_ranks)]
     found = sorted(search(load, hf_config, num_ranks, gpu, layouts, count), key=lambda x: x.seconds)

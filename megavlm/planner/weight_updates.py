@@ -8,12 +8,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from megavlm.config.parallel import check_world
 from megavlm.config.schema import Config
 from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.families import family
+from megavlm.model_config import model_config
 from megavlm.models.common.components import model_part
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.layout_rules import check_model_layout
@@ -25,6 +25,7 @@ from megavlm.weight_sync.lora import adapter_bytes
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks, numel
 from megavlm.weight_sync.sglang_layout import (
     ServerLayout,
+    audio_head_dim,
     linear_rows,
     server_tensors,
     vision_head_dim,
@@ -40,7 +41,7 @@ def weight_update_table(config: Config, world_size: int) -> str:
 
     Raises ValueError if the layout does not fit the model or the world size.
     """
-    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+    hf_config = model_config(config.model.folder)
     text, options, axes = (
         hf_config.text_config,
         ModelOptions.from_config(config),
@@ -79,6 +80,7 @@ def server_layout(config: Config, hf_config: Any) -> ServerLayout:
         linear_rows(hf_config.text_config),
         fp8=rollout.quantization == "fp8",
         vision_head_dim=vision_head_dim(hf_config.vision_config),
+        audio_head_dim=audio_head_dim(hf_config),
         names=family(hf_config.model_type).server_names(),
     )
 

@@ -26,12 +26,13 @@ class ObservationRenderer:
         self._max_new_tokens = max_new_tokens
 
     def row(self, base: Row, observation: Observation) -> Row:
-        """Return the first observation of an episode as a row. It has the videos of `base`.
+        """Return the first observation of an episode as a row. It has the videos and audio of
+        `base`.
 
         Raises CallFailure if it does not have the form of Observation.
         """
         row = self._row(base, observation, list(observation.messages))
-        row = replace(row, videos=base.videos)
+        row = replace(row, videos=base.videos, audio=base.audio)
         if row.messages and not any(message.role == "user" for message in row.messages):
             raise self._unusable(base, "no user message")
         return row
@@ -115,6 +116,7 @@ class ObservationRenderer:
             problem=shown,
             images=tuple(images),
             videos=(),
+            audio=(),
             messages=() if alone else tuple(read),
             tools=tuple(observation.tools) or base.tools,
         )

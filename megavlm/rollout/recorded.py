@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megavlm.arrays import Arrays, from_bytes, to_bytes
+from megavlm.data.media.audio import ProcessedAudio
 from megavlm.data.media.image_processing import PatchFormat, ProcessedImage
 from megavlm.data.media.videos import ProcessedVideo
 from megavlm.data.processor import Processor, Prompt
@@ -180,8 +181,8 @@ class _Writer(ResponseWriter):
 
     @property
     def formats(self) -> list[list[Any]]:
-        """Key and patch format of each image that an environment made, and the times of a video."""
-        return [[image.key, asdict(image.format), *_times(image)] for image in self._own.values()]
+        """Key and patch format of each image that an environment made, and its `_timing`."""
+        return [[image.key, asdict(image.format), *_timing(image)] for image in self._own.values()]
 
     def pixels(self) -> dict[str, Tensor]:
         images = list(enumerate(self._own.values()))
@@ -327,10 +328,13 @@ def _keys(prompt: Prompt) -> list[str]:
 
 def _key(image: ProcessedImage) -> str:
     """Return the key of an image, and of a video with its times, on which positions depend."""
-    return " ".join([image.key, *map(str, _times(image))])
+    return " ".join([image.key, *map(str, _timing(image))])
 
 
-def _times(image: ProcessedImage) -> list[list[float]]:
+def _timing(image: ProcessedImage) -> list[list[float] | int]:
+    """Return the times of a video, or the number of tokens of a clip of audio."""
+    if isinstance(image, ProcessedAudio):
+        return [image.length]
     if not isinstance(image, ProcessedVideo):
         return []
     return [[image.seconds_per_grid, *image.times]]
@@ -341,11 +345,13 @@ def _image(
     number: int,
     key: str,
     how: Mapping[str, Any],
-    times: Sequence[float] = (),
+    timing: Sequence[float] | int = (),
 ) -> ProcessedImage:
     pixels, format_ = arrays[f"pixels.{number}"], PatchFormat.from_values(how)
-    if times:
-        step, *shown = times
+    if isinstance(timing, int):
+        return ProcessedAudio(key, pixels, format_, length=timing)
+    if timing:
+        step, *shown = timing
         return ProcessedVideo(key, pixels, format_, times=tuple(shown), seconds_per_grid=step)
     picture, slices = (arrays.get(f"{name}.{number}") for name in ("picture", "slices"))
     return ProcessedImage(key, pixels, format_, picture=picture, slices=slices)

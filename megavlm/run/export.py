@@ -16,6 +16,7 @@ from megavlm.data.packs.positions import text_positions
 from megavlm.data.packs.trees import prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.families import family
+from megavlm.model_config import model_config
 from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.parallel import platform
 from megavlm.parallel.collectives import broadcast_object
@@ -117,7 +118,9 @@ def _transformers_logits(
 
     disable_progress_bar()
     with device:
-        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype))
+        model = AutoModelForImageTextToText.from_pretrained(
+            folder, config=model_config(folder), dtype=getattr(torch, dtype)
+        )
     if device.type == "cpu":
         use_plain_torch(model)
     model.eval()

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from transformers import AutoConfig
-
 from megavlm.checkpointing.all_ranks import run_on_all_ranks
 from megavlm.checkpointing.folder import POLICY_CHECKPOINTS, Manifest
 from megavlm.checkpointing.load import load_checkpoint
@@ -16,6 +14,7 @@ from megavlm.checkpointing.saver import Saver
 from megavlm.config.algorithm import PPO
 from megavlm.config.schema import Config
 from megavlm.families import family
+from megavlm.model_config import model_config
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.observability.phases import Phases, seconds_outside_phases
@@ -73,7 +72,7 @@ class TrainState:
     @classmethod
     def build(cls, config: Config, mesh: Mesh, progress: Progress, phases: Phases) -> Self:
         """Build this rank's part of the model with its initial weights. Collective."""
-        hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+        hf_config = model_config(config.model.folder)
         entries = family(hf_config.model_type).mapping(hf_config)
         algorithm = config.algorithm
         has_shared_critic = isinstance(algorithm, PPO) and algorithm.critic == "shared"

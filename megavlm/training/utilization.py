@@ -35,7 +35,7 @@ class StepFlops:
         """Return the FLOPs of a step's trees. output: FLOPs of the output layer per target
         token.
         """
-        each = {key: cost.image(image.grids) for key, image in images.items()}
+        each = {key: cost.item(image) for key, image in images.items()}
         language = sum(
             cost.tree(tree, images) - sum(each[key] for key in tree.images) for tree in trees
         )

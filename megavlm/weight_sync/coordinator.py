@@ -218,6 +218,7 @@ class SyncCoordinator:
             whole_experts=not _is_plain(receiver, kernel),
             fp8=settings.fp8,
             vision_head_dim=settings.vision_head_dim,
+            audio_head_dim=settings.audio_head_dim,
             names=settings.server_names,
         )
 

@@ -40,11 +40,13 @@ PADDED = re.compile(r"(model\.embed_tokens|lm_head|visual\.pos_embed)\.weight")
 PIECE = re.compile(r"(.+)\[(\d+):(\d+)/(\d+)\]")
 # Linears that are sharded over ranks by output, and by input; the latter keep their bias whole.
 OUTPUT_CUT = re.compile(
-    r"visual\..*(mlp\.fc1|linear_fc1|merger\.mlp\.0)\.(weight|bias)"
+    r"visual\..*(mlp\.fc1|linear_fc1|merger(_list\.\d+)?\.mlp\.0)\.(weight|bias)"
     r"|(vision_tower\..*(mlp\.fc1|linear_1)|merger\..*linear_1)\.(weight|bias)"
+    r"|audio_tower\..*\.fc1\.(weight|bias)"
     r"|model\.layers\.\d+\.linear_attn\.(A_log|dt_bias)"
 )
-TOWER = ("visual.", "vision_tower.")
+AUDIO = "audio_tower."
+TOWER = ("visual.", "vision_tower.", AUDIO)
 # The last linear layers of a tower's attention.
 TOWER_OUTPUT = (
     ".attn.proj.weight",
@@ -54,9 +56,10 @@ TOWER_OUTPUT = (
 INPUT_CUT = re.compile(
     r"model\.layers\.\d+\.((self_attn\.)?o_proj|linear_attn\.out_proj)\.weight"
     r"|model\.layers\.\d+\.mlp\.(shared_experts?\.)?down_proj\.weight"
-    r"|visual\..*(attn\.proj|down_proj|mlp\.fc2|linear_fc2|merger\.mlp\.2)\.weight"
+    r"|visual\..*(attn\.proj|down_proj|mlp\.fc2|linear_fc2|merger(_list\.\d+)?\.mlp\.2)\.weight"
     r"|vision_tower\..*(attention\.projection_layer|self_attn\.out_proj|mlp\.fc2)\.weight"
     r"|(vision_tower|merger)\..*linear_2\.weight"
+    r"|audio_tower\..*(self_attn\.out_proj|fc2)\.weight"
 )
 
 
@@ -69,11 +72,12 @@ class ServerLayout:
     head if there are fewer heads than ranks. tied_embeddings: True if HF's files have no output
     head. linear_rows: Result of `linear_rows`. A model with Gated DeltaNet has no separate
     attention module in SGLang, and its stacks of experts in HF are not transposed. on_cpu: True for
-    a CPU server, where SGLang pads the width of language MLPs and experts. whole_experts: True if
-    its MoE kernels store experts in another order, so that the model's own loader must take whole
-    ones. fp8: True if the weights of language layers are stored in block FP8. vision_head_dim: Size
-    of an attention head of the tower; if ranks do not divide the heads, SGLang adds heads of zeros.
-    names: Result of the family's `server_names`.
+    a CPU server, where SGLang pads the width of experts and of the MLPs of the language model and
+    of an audio tower. whole_experts: True if its MoE kernels store experts in another order, so
+    that the model's own loader must take whole ones. fp8: True if the weights of language layers
+    are stored in block FP8. vision_head_dim: Size of an attention head of the vision tower; if
+    ranks do not divide the heads, SGLang adds heads of zeros. audio_head_dim: The same of an audio
+    tower. names: Result of the family's `server_names`.
     """
 
     tensor_parallel: int = 1
@@ -85,6 +89,7 @@ class ServerLayout:
     whole_experts: bool = False
     fp8: bool = False
     vision_head_dim: int = 1
+    audio_head_dim: int = 1
     names: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -100,6 +105,10 @@ class ServerLayout:
         for pattern, name in self.names:
             stored = re.sub(pattern, name, stored)
         return stored
+
+    def head_dim(self, name: str) -> int:
+        """Return the size of an attention head of the tower that holds a tensor."""
+        return self.audio_head_dim if name.startswith(AUDIO) else self.vision_head_dim
 
     @property
     def ffn_multiple(self) -> int:
@@ -138,6 +147,12 @@ def vision_head_dim(vision: Any) -> int:
     heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
     size: int = getattr(vision, "embed_dim", None) or vision.hidden_size
     return size // heads
+
+
+def audio_head_dim(hf_config: Any) -> int:
+    """Return the size of an attention head of the audio tower, 1 without one."""
+    audio = getattr(hf_config, "audio_config", None)
+    return 1 if audio is None else audio.d_model // audio.encoder_attention_heads
 
 
 def parameter_name(hf_name: str, layout: ServerLayout | None = None) -> str:
@@ -224,12 +239,14 @@ def _stored_tensors(
         elif name.endswith(".linear_attn.conv1d.weight"):
             yield name, _cut(_linear_parts(tensor, layout), rank, size)
         elif OUTPUT_CUT.fullmatch(name):
+            if name.startswith(AUDIO):
+                tensor = _pad(tensor, layout.ffn_multiple)
             yield name, tensor.chunk(size)[rank]
         elif INPUT_CUT.fullmatch(name):
-            if ".down_proj." in name:
+            if ".down_proj." in name or (name.startswith(AUDIO) and ".fc2." in name):
                 tensor = _pad(tensor, _ffn_multiple(name, layout), dim=1)
             elif name.endswith(TOWER_OUTPUT):
-                tensor = _pad(tensor, layout.vision_head_dim * size, dim=1)
+                tensor = _pad(tensor, layout.head_dim(name) * size, dim=1)
             yield stored, tensor.chunk(size, dim=1)[rank]
         elif name.startswith(TOWER) and name.endswith((".q_norm.weight", ".k_norm.weight")):
             yield stored, _pad(tensor, layout.vision_head_dim * size)  # over all heads together
@@ -247,7 +264,7 @@ def _fused(name: str, parts: list[Tensor], layout: ServerLayout, rank: int) -> T
     if ".in_proj_ba." in name:
         return _cut(parts, rank, size)
     if name.startswith(TOWER):  # with as many key heads as query heads
-        return _cut([_pad(part, layout.vision_head_dim * size) for part in parts], rank, size)
+        return _cut([_pad(part, layout.head_dim(name) * size) for part in parts], rank, size)
     query, *others = parts
     heads = min(layout.num_kv_heads, size)
     place = rank * heads // size

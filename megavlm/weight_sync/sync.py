@@ -22,7 +22,7 @@ from megavlm.weight_sync.gather import local_shards
 from megavlm.weight_sync.lora import AdapterWeights
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.server_api import control_client
-from megavlm.weight_sync.sglang_layout import linear_rows, vision_head_dim
+from megavlm.weight_sync.sglang_layout import audio_head_dim, linear_rows, vision_head_dim
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports import TRANSPORTS
 from megavlm.weight_sync.transports.base import Sending, Transport
@@ -102,6 +102,7 @@ class WeightSync:
             tied_embeddings=bool(hf_config.tie_word_embeddings),
             linear_rows=linear_rows(text),
             vision_head_dim=vision_head_dim(hf_config.vision_config),
+            audio_head_dim=audio_head_dim(hf_config),
             server_names=family(hf_config.model_type).server_names(),
             pause_mode=config.rollout.pause_mode,
             flush_aborted=config.rollout.pause_mode == "abort" and config.rollout.is_stale,

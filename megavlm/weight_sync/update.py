@@ -17,10 +17,11 @@ class SyncSettings:
     """Settings of a run's weight updates.
 
     dtype: The dtype of the servers' weights. num_kv_heads, tied_embeddings, linear_rows,
-    vision_head_dim, server_names: Properties of the model; see ServerLayout. pause_mode: SGLang's
-    pause mode (abort, retract or in_place). flush_aborted: True if requests are in flight during an
-    update that aborts them. They are sent again before the client knows the new version, and would
-    find what the old weights cached under the name of the old version. timeout: Seconds for a
+    vision_head_dim, audio_head_dim, server_names: Properties of the model; see ServerLayout.
+    pause_mode: SGLang's pause mode (abort, retract or in_place). flush_aborted: True if requests
+    are in flight during an update that aborts them. They are sent again before the client knows the
+    new version, and would find what the old weights cached under the name of the old version.
+    timeout: Seconds for a
     request to a server, and for a bucket. bucket_bytes: Bytes that a rank of a server receives, and
     a rank of the trainer sends, in one bucket; each holds two buckets. The transport through files
     gathers as many on a rank. fp8: True if the weights of language layers are sent in block FP8,
@@ -32,6 +33,7 @@ class SyncSettings:
     tied_embeddings: bool = False
     linear_rows: tuple[int, int] | None = None
     vision_head_dim: int = 1
+    audio_head_dim: int = 1
     server_names: tuple[tuple[str, str], ...] = ()
     pause_mode: str = "abort"
     flush_aborted: bool = False

@@ -52,6 +52,7 @@ CASES = [
         ("minicpmv4_6", "TP2", LINEAR + TOWER),
         ("internvl_moe", "EP2 over TP2+SP", EXPERTS),
         ("qwen3_5_moe", "EP2 over TP2+SP", (*LINEAR, "language.experts")),
+        ("qwen3_omni_moe", "EP2 over TP2+SP", EXPERTS + TOWER),
         ("qwen2_5_vl", "TP4", DENSE),  # more ranks than key-value heads
         ("qwen2_5_vl", "TP2xCP2", DENSE + TOWER),
         ("qwen3_vl_moe", "one rank", EXPERTS + TOWER),

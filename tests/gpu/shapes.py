@@ -36,6 +36,7 @@ WIDE: Mapping[str, str] = {
     "glm4v_moe": "GLM-4.6V",
     "internvl": "InternVL3_5-8B-HF",
     "minicpmv4_6": "MiniCPM-V-4.6",
+    "qwen3_omni_moe": "Qwen3-Omni-30B-A3B",
 }
 TINY: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": {},
@@ -48,6 +49,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "glm4v_moe": {"vision_hidden_size": 128, "head_dim": 32},
     "internvl": {"position_table_side": 8},
     "minicpmv4_6": {"num_layers": 4},
+    "qwen3_omni_moe": {"head_dim": 32},
 }
 FAMILIES = tuple(WIDE)
 EXPERTS = 32  # of a wide layer; the released number would fill the GPU with one model

@@ -41,6 +41,7 @@ CASES = [
     Case("glm4v_moe", "EP2 over TP2+SP", "mixed", "recompute full"),
     Case("internvl", "TP2+SP"),
     Case("minicpmv4_6", "TP2+SP", "branches"),
+    Case("qwen3_omni_moe", "EP2 over TP2+SP", "audio", "recompute full"),
 ]
 # Of `model.fusions`: the function that is called where it is on.
 FUSED = {

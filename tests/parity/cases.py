@@ -46,7 +46,12 @@ TREES_PER_PACK = 2
 
 Expected = dict[str, Any]  # see `expect`; arrays, as they come from another process
 
-MERGERS = ("visual.merger.", "visual.deepstack_merger_list.", "visual.window_merger.")
+MERGERS = (
+    "visual.merger.",
+    "visual.deepstack_merger_list.",
+    "visual.window_merger.",
+    "visual.audio_merger.",
+)
 
 
 @dataclass(frozen=True)

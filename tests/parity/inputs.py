@@ -5,13 +5,15 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoConfig
 
-from megavlm.data.chat.messages import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from megavlm.data.chat.messages import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from megavlm.data.media.audio_decoding import audio_bytes
+from megavlm.data.media.image_sources import DataFolder
 from megavlm.data.media.video_sources import Video
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
 from megavlm.families import family_of
+from megavlm.model_config import model_config
 from tests.conftest import DATA
 from tests.parity.reference import Sequences
 from tests.support.random_images import image
@@ -24,13 +26,22 @@ def video(width: int, height: int, num_frames: int, seed: int, fps: float = 2.0)
     return Video(frames, fps)
 
 
+def clip(seconds: float, seed: int, rate: int = 16_000) -> bytes:
+    """A tone that rises, and noise."""
+    time = np.arange(int(seconds * rate)) / rate
+    tone = np.sin(2 * np.pi * (200 + 50 * seed + 300 * time) * time)
+    noise = np.random.default_rng(seed).normal(size=len(time))
+    value = {"array": 0.3 * tone + 0.05 * noise, "sampling_rate": rate}
+    return audio_bytes(value, DataFolder("."))
+
+
 class Inputs:
     """Makes the sequences of a case for a model folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processor = Processor(folder, DATA, family_of(folder))
-        self.config = AutoConfig.from_pretrained(folder)
+        self.config = model_config(folder)
         self._made: dict[str, list[Sequences]] = {}
 
     def sequences(self, name: str) -> list[Sequences]:
@@ -45,12 +56,17 @@ class Inputs:
         text: int = 20,
         images: Sequence[bytes] = (),
         videos: Sequence[Video] = (),
+        audio: Sequence[bytes] = (),
         responses: Sequence[int] = (5,),
     ) -> Sequences:
         """`text`: characters of the question; `responses`: their numbers of tokens."""
-        problem = VIDEO_PLACEHOLDER * len(videos) + IMAGE_PLACEHOLDER * len(images)
+        problem = (
+            AUDIO_PLACEHOLDER * len(audio)
+            + VIDEO_PLACEHOLDER * len(videos)
+            + IMAGE_PLACEHOLDER * len(images)
+        )
         problem += (QUESTION * 9)[seed : seed + text]
-        row = Row(seed, problem, "", tuple(images), "", f"case {seed}", tuple(videos))
+        row = Row(seed, problem, "", tuple(images), "", f"case {seed}", tuple(videos), tuple(audio))
         generator = np.random.default_rng(seed)
         answers = [generator.integers(0, 250, size).tolist() for size in responses]
         return Sequences(self.processor.prompt(row), answers)
@@ -120,6 +136,20 @@ def _branches(make: Inputs) -> list[Sequences]:
     return [make.case(i, images=[image(96, 96, i)], responses=(2, 7, 3, 5, 1)) for i in range(4)]
 
 
+def _audio(make: Inputs) -> list[Sequences]:
+    """Clips of several chunks and windows, two of less than a window, with an image and a video;
+    one sequence without a clip.
+    """
+    return [
+        make.case(1, audio=[clip(1.3, 1)], responses=(3, 2)),
+        make.case(
+            2, audio=[clip(1.0, 2), clip(4.57, 3), clip(0.31, 5)], videos=[video(64, 64, 4, 6)]
+        ),
+        make.case(3, audio=[clip(2.2, 4)], images=[image(64, 96, 5)], responses=(2, 4)),
+        make.case(4, images=[image(96, 64, 7)]),
+    ]
+
+
 def _few_images(make: Inputs) -> list[Sequences]:
     """One data rank of two has no image at all, and one pack of two has none."""
     shown = make.case(4, images=[image(96, 64, 4)])
@@ -136,5 +166,6 @@ MAKERS: dict[str, Callable[[Inputs], list[Sequences]]] = {
     "straddling": _straddling,
     "padding": _padding,
     "branches": _branches,
+    "audio": _audio,
     "few images": _few_images,
 }

@@ -34,6 +34,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     # As Qwen3.5, whose language model it has.
     "minicpmv4_6": {"init_std": 0.02},
+    "qwen3_omni_moe": {"deepstack_blocks": [0, 1, 3], "num_experts": 8, "dense_layers": [1]},
 }
 # InternVL3.5's dense language models are Qwen3; InternVL3's, without `head_dim`, are Qwen2.
 TIED_SIZES: dict[str, dict[str, Any]] = {"internvl": {"head_dim": 24}}

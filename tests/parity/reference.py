@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from megavlm.data.packs.positions import text_positions
 from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.families import family
+from megavlm.model_config import model_config
 from megavlm.models.linear_attention.in_transformers import use_plain_torch
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
@@ -38,8 +39,10 @@ class Scores:
 class Reference:
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         define_torchvision_operators()
-        self.config = AutoConfig.from_pretrained(folder)
-        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).eval()
+        self.config = model_config(folder)
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            folder, config=self.config, dtype=dtype
+        ).eval()
         use_plain_torch(self.model)
         self.value_weight, self.value_bias = (
             x.requires_grad_() for x in value_parameters(self.config.text_config.hidden_size)
@@ -54,10 +57,17 @@ class Reference:
             self.config, ids, positions, prompt.images
         )
         inputs |= {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
-        hidden = self.model.model(**inputs, use_cache=False).last_hidden_state
-        hidden = hidden[0, len(prompt.token_ids) - 1 : -1]
+        hidden = self._hidden(inputs)[0, len(prompt.token_ids) - 1 : -1]
         values = hidden.float() @ self.value_weight + self.value_bias
         return Scores(self.model.lm_head(hidden), values)
+
+    def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Input of the output layer: not all models have a part that computes it of all media."""
+        seen: list[Tensor] = []
+        hook = self.model.lm_head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        self.model(**inputs, use_cache=False)
+        hook.remove()
+        return seen[0]
 
     def gradients(
         self, cases: Sequence[Sequences], *, tokens: bool = True, values: bool = False

@@ -20,7 +20,9 @@ FAMILIES = (
     "internvl",
     "internvl_moe",  # of model_type internvl, too
     "minicpmv4_6",
+    "qwen3_omni_moe",
 )
+HEARING = ("qwen3_omni_moe",)
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,8 @@ def everything() -> Iterator[Case]:
         for layout in layouts(family):
             for inputs in INPUTS:
                 yield Case(family, layout, inputs)
+            if family in HEARING:
+                yield Case(family, layout, "audio")
             for options in OPTIONS:
                 case = Case(family, layout, options=options)
                 if options and case.is_possible:
@@ -189,6 +193,8 @@ def subset() -> Iterator[Case]:
             cases = (Case(family, layout, **variant) for variant in variants)
             possible = (case for case in cases if case.is_possible)
             yield (case := next(possible))
+            if family in HEARING:
+                yield Case(family, layout, "audio")
             if case.inputs == "text only":
                 yield next(possible)
 
@@ -204,4 +210,4 @@ def quick() -> list[Case]:
         chosen = next(case for case in possible if case.is_possible)
         cases.append(chosen)
         variants.sort(key=lambda variant: Case(family, layout, **variant) == chosen)  # in turn
-    return cases
+    return [*cases, *(Case(family, "EP2 over TP2+SP", "audio") for family in HEARING)]

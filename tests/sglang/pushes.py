@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from megavlm.config.lora import LoRA
 from megavlm.data.packs.packing import Pack, make_pack
@@ -19,6 +18,7 @@ from megavlm.data.processor import Prompt
 from megavlm.families import family
 from megavlm.inference.protocol import Response, SamplingParams, adapter_name
 from megavlm.inference.server_pool.receivers import Receiver, Receivers
+from megavlm.model_config import model_config
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.logprobs import Scoring
 from megavlm.models.common.mapping import Entry
@@ -30,7 +30,7 @@ from megavlm.training.gradient_buffers import wrap
 from megavlm.training.step.vision_features import VisionFeatures
 from megavlm.weight_sync.lora import AdapterWeights
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
-from megavlm.weight_sync.sglang_layout import linear_rows, vision_head_dim
+from megavlm.weight_sync.sglang_layout import audio_head_dim, linear_rows, vision_head_dim
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports.base import Transport
@@ -75,7 +75,7 @@ class Trainer:
 
     def start(self) -> tuple[Mesh, list[Entry], list[VisionLanguageModel]]:
         """On each rank."""
-        config = AutoConfig.from_pretrained(self.weights)
+        config = model_config(self.weights)
         mesh, entries, chunks = build(self.weights, config, self.ranks, self.options)
         if self.targets:
             add_pairs(chunks, self.targets)
@@ -118,7 +118,7 @@ def make_sync(
     pause: str = "abort",
 ) -> WeightSync:
     """`adapters`: not merged."""
-    config = AutoConfig.from_pretrained(trainer.weights)
+    config = model_config(trainer.weights)
     ranks = TrainerRanks.of(config, mesh.layout, mesh.world_size, trainer.options)
     changed = trained_entries(entries, trainer.options, trainer.targets or None)
     heads = config.text_config.num_key_value_heads
@@ -136,6 +136,7 @@ def make_sync(
             tied_embeddings=config.tie_word_embeddings,
             linear_rows=linear_rows(config.text_config),
             vision_head_dim=vision_head_dim(config.vision_config),
+            audio_head_dim=audio_head_dim(config),
             server_names=family(config.model_type).server_names(),
             pause_mode=pause,
             timeout=TIMEOUT,
@@ -154,7 +155,7 @@ def packs_of(
     groups: Sequence[Sequence[Response]],
     context_size: int,
 ) -> list[Pack]:
-    config = AutoConfig.from_pretrained(trainer.weights)
+    config = model_config(trainer.weights)
     return [
         make_pack(
             [prompt_tree(prompt, [response.token_ids.tolist() for response in responses])],
@@ -235,7 +236,7 @@ def changed(folder: Path, to: Path, *, tower: bool, seed: int) -> Path:
     """The folder with noise on what is trained of its language model, and on its tower if asked."""
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(folder / "model.safetensors")
-    entries = entries_of(AutoConfig.from_pretrained(folder))
+    entries = entries_of(model_config(folder))
     frozen = {name for entry in entries if entry.frozen for name in entry.hf}
     for name in sorted(tensors.keys() - frozen):
         if tower or not is_tower(name):

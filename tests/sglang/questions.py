@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -9,7 +10,7 @@ from megavlm.data.chat.messages import Message
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Row
 from megavlm.inference.protocol import Response, SamplingParams
-from tests.parity.inputs import QUESTION, image
+from tests.parity.inputs import QUESTION, clip, image, video
 from tests.parity.reference import Reference
 
 
@@ -48,6 +49,41 @@ def next_turns(processor: Processor) -> dict[str, Prompt]:
         "spelled": processor.next_turn(first, said, row),
         "spelled, and another image": processor.next_turn(first, said, shown),
     }
+
+
+def audio_prompts(processor: Processor) -> dict[str, Prompt]:
+    """Clips of several windows, of one chunk and of less; none for a family without audio."""
+    if processor.audio_token_id is None:
+        return {}
+
+    def heard(problem: str, *clips: bytes, images: tuple[bytes, ...] = (), **videos: Any) -> Row:
+        return Row(1, problem + QUESTION, "", images, "", "test:1", audio=clips, **videos)
+
+    first = processor.prompt(heard("<audio>", clip(1.0, 1)))
+    rows = {
+        "a short clip": heard("<audio>", clip(0.31, 2)),
+        "two clips": heard("a<audio>b<audio>", clip(4.57, 3), clip(1.3, 4)),
+        "a clip and images": heard(
+            "<image>a<audio>b<image>",
+            clip(1.0, 5),
+            images=(image(84, 56, seed=1), image(112, 56, seed=2)),
+        ),
+        "a clip and a video": heard("<audio>a<video>", clip(2.2, 6), videos=(video(84, 56, 6, 1),)),
+    }
+    later = processor.next_turn(first, [5, processor.eos_id], heard("<audio>", clip(1.3, 7)))
+    made = {name: processor.prompt(row) for name, row in rows.items()}
+    return {"a clip": first, **made, "a clip in a later turn": later}
+
+
+def clips_of_all_lengths(processor: Processor) -> list[Prompt]:
+    """A prompt with clips of which transformers would fill the short one up to the other's
+    chunks, as no other prompt's; none for a family without audio.
+    """
+    if processor.audio_token_id is None:
+        return []
+    clips = clip(0.41, 8), clip(1.7, 9)
+    row = Row(2, f"a<audio>b<audio>{QUESTION}", "", (), "", "test:2", audio=clips)
+    return [processor.prompt(row)]
 
 
 def largest_difference(

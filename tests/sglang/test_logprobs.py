@@ -45,6 +45,7 @@ def make_sampling_params(
             ("internvl", 0.7),
             ("internvl_moe", 0.7),
             ("minicpmv4_6", 0.7),
+            ("qwen3_omni_moe", 0.7),
         ),
     ],
 )

@@ -23,7 +23,7 @@ from megavlm.inference.server_args import ServerOptions
 from tests.conftest import DATA
 from tests.sglang.conftest import Served, model_folder
 from tests.sglang.pushes import Trainer, changed, push_and_compare
-from tests.sglang.questions import prompts
+from tests.sglang.questions import audio_prompts, clips_of_all_lengths, prompts
 from tests.support.draft_head import add_draft_head
 from tests.support.fork import launch
 from tests.support.forked_servers import forked
@@ -39,6 +39,7 @@ TARGETS = {
     "qwen3_5_moe": (*DENSE, "language.experts"),
     "glm4v_moe": ("language.attention", "language.experts"),
     "internvl_moe": ("language.attention", "language.experts"),
+    "qwen3_omni_moe": ("language.attention", "language.experts"),
 }
 ADAPTED = ("lora", "adapter")
 WITH_ADAPTERS = {
@@ -102,6 +103,10 @@ SUBSET = [
     Case("minicpmv4_6", 2, "CP2", "distributed", "frozen tower"),
     Case("minicpmv4_6", 2, "PP2", "disk", "refit"),
     Case("minicpmv4_6", 2, "TP2xPP2", "tensor", "adapter"),
+    Case("qwen3_omni_moe", 2, "EP2", "tensor", "tower"),
+    Case("qwen3_omni_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
+    Case("qwen3_omni_moe", 2, "EP2", "disk", "refit"),
+    Case("qwen3_omni_moe", 2, "EP2", "tensor", "adapter"),
     Case("qwen3_5" + DRAFTS, 2, "TP2", "distributed", "tower"),
     Case("qwen3_5" + DRAFTS, 2, "TP2xPP2", "tensor", "adapter"),
 ]
@@ -121,6 +126,7 @@ def everything() -> Iterator[Case]:
         "internvl": dense,
         "internvl_moe": moe,
         "minicpmv4_6": dense,
+        "qwen3_omni_moe": moe,
     }
     modes = ("tower", "frozen tower", "refit", "lora", "adapter")
     for family, ranks in itertools.product(layouts, (1, 2)):
@@ -178,7 +184,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
 )
 def test_push(case: Case, server: Callable[[str, int], Served], tmp_path: Path) -> None:
     served = server(case.family, case.ranks).restore()
-    questions = [*prompts(served.processor).values()]
+    asked = prompts(served.processor) | audio_prompts(served.processor)
+    questions = [*asked.values(), *clips_of_all_lengths(served.processor)]
     drawn = SamplingParams(0.8, 8, suppressed_ids=tuple(served.processor.suppressed_ids))
     generate(served.client, questions, n=1, sampling_params=drawn, weight_version="start")
 

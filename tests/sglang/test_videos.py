@@ -1,5 +1,5 @@
-"""Prompts with videos at the real server: its log-probs against transformers' on the same weights,
-with the trainer's frames and positions.
+"""Prompts with videos and audio at the real server: its log-probs against transformers' on the same
+weights, with the trainer's frames and positions.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tests.fakes.fixed_servers import FixedServers
 from tests.parity.inputs import QUESTION, image, video
 from tests.parity.reference import Reference
 from tests.sglang.conftest import Served
-from tests.sglang.questions import SPELLED, largest_difference, prompts
+from tests.sglang.questions import SPELLED, audio_prompts, largest_difference, prompts
 from tests.sglang.test_rollouts import cut
 from tests.support.generation import generate
 from tests.support.timeouts import scaled
@@ -36,6 +36,7 @@ FAMILIES = [
     pytest.param("glm4v_moe", marks=pytest.mark.slow),
     pytest.param("internvl", marks=pytest.mark.slow),
     pytest.param("minicpmv4_6", marks=pytest.mark.slow),
+    pytest.param("qwen3_omni_moe", marks=pytest.mark.slow),
 ]
 
 
@@ -73,12 +74,13 @@ def make_sampling_params(served: Served, max_new_tokens: int = 8) -> SamplingPar
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs(servers: Callable[[str], Served], family: str) -> None:
-    """In one batch with prompts without videos. The same video at another rate comes in a further
-    request: its tokens may be the same, and must not be taken from the prefix cache.
+    """In one batch with prompts without videos and audio. The same video at another rate comes in a
+    further request: its tokens may be the same, and must not be taken from the prefix cache.
     """
     served = servers(family).restore()
     reference, drawn = Reference(served.folder), make_sampling_params(served)
-    by_name = video_prompts(served.processor) | prompts(served.processor)
+    by_name = video_prompts(served.processor) | audio_prompts(served.processor)
+    by_name |= prompts(served.processor)
     groups = generate(served.client, list(by_name.values()), n=3, sampling_params=drawn)
     for (name, prompt), responses in zip(by_name.items(), groups, strict=True):
         assert len(responses) == 3

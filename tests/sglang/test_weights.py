@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 from megavlm.families import family
 from megavlm.inference.errors import WeightSyncError
 from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
+from megavlm.model_config import model_config
 from megavlm.models.common.loading import MEMORY, written_shapes
 from megavlm.weight_sync.checksums import Checksums, check_checksums, tensor_hash
 from megavlm.weight_sync.server_api import Servers, control_client
@@ -83,6 +83,7 @@ def after_push(served: Served, kind: str, version: int, folder: Path) -> dict[st
         pytest.param("internvl", "tensor", "TP2", marks=pytest.mark.slow),
         pytest.param("internvl_moe", "distributed", "EP2", marks=pytest.mark.slow),
         pytest.param("minicpmv4_6", "tensor", "TP2", marks=pytest.mark.slow),
+        pytest.param("qwen3_omni_moe", "distributed", "EP2", marks=pytest.mark.slow),
     ],
 )
 def test_push(
@@ -99,7 +100,7 @@ def test_push(
 
     entries = [
         entry
-        for entry in entries_of(AutoConfig.from_pretrained(weights))
+        for entry in entries_of(model_config(weights))
         if not entry.megatron.startswith("visual")
     ]
     frozen = {parameter_name(name) for entry in entries if entry.frozen for name in entry.hf}
@@ -165,7 +166,8 @@ def served_names(served: Served) -> set[str]:
     names = answer["ranks"][0]["checksums"]
     # SGLang's second names of a convolution's and decays' weights, and norms' weights plus one.
     twice = ("linear_attn.attn.", "gemma_weight")
-    left_out = ("visual", "vision_model", "mlp1", "vpm", "resampler", "rotary", *twice)
+    towers = ("visual", "vision_model", "mlp1", "vpm", "resampler", "audio_tower")
+    left_out = (*towers, "rotary", *twice)
     return {name for name in names if not any(part in name for part in left_out)}
 
 

@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any
 
 from megavlm import families
+from megavlm.model_config import trained_config
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.tiny import TinySizes, tiny_config, tiny_family
 
@@ -21,13 +22,20 @@ def model_type(family: str) -> str:
 def is_tower(hf: str) -> bool:
     """Whether an HF tensor belongs to the tower or its mergers."""
     return any(
-        part in hf for part in ("visual.", "vision_tower.", "merger.", "multi_modal_projector.")
+        part in hf
+        for part in (
+            "visual.",
+            "vision_tower.",
+            "merger.",
+            "multi_modal_projector.",
+            "audio_tower.",
+        )
     )
 
 
 def vision_tokens(config: Any) -> tuple[int, ...]:
     """Tokens that features replace."""
-    names = ("image_token_id", "video_token_id")
+    names = ("image_token_id", "video_token_id", "audio_token_id")
     return tuple(getattr(config, name) for name in names if hasattr(config, name))
 
 
@@ -62,10 +70,10 @@ def small_config(family: str, **sizes: Any) -> Any:
         plain["num_layers"] = 4  # the fourth has attention
     if family == "qwen3_5_moe":
         plain["moe_ffn_size"] = 48
-    if family == "qwen3_vl_moe":
+    if family in ("qwen3_vl_moe", "qwen3_omni_moe"):
         plain |= {"dense_layers": [1], "moe_ffn_size": 48}
     ids = {token: i for i, token in enumerate(tiny_family(kind).tokens.special)}
-    return tiny_config(kind, TinySizes(**{**plain, **sizes}), 128, ids)
+    return trained_config(tiny_config(kind, TinySizes(**{**plain, **sizes}), 128, ids))
 
 
 def build_in_transformers(config: Any, device: str = "meta") -> Any:

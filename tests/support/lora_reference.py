@@ -17,6 +17,7 @@ from megavlm.models.common.lora_linear import stable_seed
 from megavlm.models.common.mapping import short_name
 from tests.parity.inputs import inputs_of
 from tests.parity.reference import Reference
+from tests.parity.table import HEARING
 
 RANK, ALPHA = 3, 4.5
 SCALE = ALPHA / RANK
@@ -26,10 +27,10 @@ COMPONENTS = {
     "language.linear_attention": r"language_model\..*self_attention\.(in|out)_proj",
     "language.mlp": r"language_model\.decoder\.layers\.\d+\.mlp\.(shared_experts\.)?linear_fc[12]",
     "language.experts": r"language_model\..*\.mlp\.experts\.experts\.linear_fc[12]",
-    "vision.attention": r"visual\.blocks\.\d+\.attn\..*",
-    "vision.mlp": r"visual\.blocks\.\d+\.mlp\..*",
-    "vision.merger": r"visual\.((window_)?merger|deepstack_merger_list\.\d+)\."
-    r"(mlp\.\d|linear_\w*\d|\w*proj|attn\.\w+)",
+    "vision.attention": r"visual\.(audio\.)?blocks\.\d+\.attn\..*",
+    "vision.mlp": r"visual\.(audio\.)?blocks\.\d+\.mlp\..*",
+    "vision.merger": r"visual\.((window_|audio_)?merger|deepstack_merger_list\.\d+)\."
+    r"(mlp\.\d|linear_\w*\d|\w*proj\d?|attn\.\w+)",
 }
 Name = tuple[str, str]  # of an adapted linear and of a projection in it
 
@@ -80,6 +81,11 @@ def pair(name: Name, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return a, 0.1 * torch.randn(rows, RANK, generator=generator)
 
 
+def heard(config: Any) -> str:
+    """Inputs with audio, for a model with an audio tower."""
+    return "audio" if config.model_type in HEARING else "mixed"
+
+
 def expect(folder: Path, targets: Sequence[str]) -> dict[str, Any]:
     """Logits by sequence and response, and gradients (dA, dB) by adapted linear and projection."""
     reference = Reference(folder)
@@ -88,7 +94,7 @@ def expect(folder: Path, targets: Sequence[str]) -> dict[str, Any]:
     with torch.no_grad():
         for weight, a, b, _ in _pairs(adapted, parameters):
             weight += SCALE * b @ a
-    cases = inputs_of(folder).sequences("mixed")
+    cases = inputs_of(folder).sequences(heard(reference.config))
     with torch.no_grad():
         scores = [[reference.scores(case.prompt, r) for r in case.responses] for case in cases]
     reference.gradients(cases)

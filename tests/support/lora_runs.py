@@ -35,7 +35,7 @@ from tests.parity.table import Ranks
 from tests.support.cache import cached_folder
 from tests.support.families import model_type
 from tests.support.fork import launch
-from tests.support.lora_reference import Name, pair
+from tests.support.lora_reference import Name, heard, pair
 
 DENSE = ("language.attention", "language.mlp")
 TOWER = ("vision.attention", "vision.mlp", "vision.merger")
@@ -66,7 +66,7 @@ def lora_folder(model: str) -> Path:
         )
 
     folder = cached_folder(f"lora-{model}", sizes, lambda folder: launch(1, make, folder))
-    inputs_of(folder).sequences("mixed")
+    inputs_of(folder).sequences(heard(inputs_of(folder).config))
     return folder
 
 
@@ -126,7 +126,7 @@ def start(folder: Path, ranks: Ranks, **options: Any) -> Run:
     entries = family(config.model_type).mapping(config)
     for chunk in chunks:
         load_hf(chunk, entries, HFFolder(folder), mesh)
-    cases = inputs.sequences("mixed")
+    cases = inputs.sequences(heard(inputs.config))
     # gloo gathers tokens over the expert tensor axis only where its ranks have equally many.
     copies = mesh.data_size if ranks.mesh.expert_tensor > 1 else 1
     shares = mesh.data_size // copies

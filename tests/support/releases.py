@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from megavlm.families import model_values
+from megavlm.model_config import model_config
 
 Json = dict[str, Any]
 
@@ -379,6 +380,54 @@ def _minicpmv4_6() -> Json:
     }
 
 
+def _qwen3_omni() -> Json:
+    """Qwen3-Omni-30B-A3B, without the models that speak."""
+    values = _qwen3_vl(48, 2048, 32, 4, 768, moe=_moe(768))
+    text = values["text_config"]
+    text |= {
+        "max_position_embeddings": 65536,
+        "rope_scaling": {**text["rope_scaling"], "interleaved": True, "type": "default"},
+        "rope_theta": 1000000,
+        "shared_expert_intermediate_size": 0,
+        "tie_word_embeddings": False,
+        "use_qk_norm": True,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    }
+    audio = {
+        "activation_function": "gelu",
+        "conv_chunksize": 500,
+        "d_model": 1280,
+        "downsample_hidden_size": 480,
+        "encoder_attention_heads": 20,
+        "encoder_ffn_dim": 5120,
+        "encoder_layers": 32,
+        "max_source_positions": 1500,
+        "n_window": 50,
+        "n_window_infer": 800,
+        "num_mel_bins": 128,
+        "output_dim": 2048,
+        "scale_embedding": False,
+    }
+    thinker = {
+        "audio_config": audio,
+        "audio_end_token_id": 151670,
+        "audio_start_token_id": 151669,
+        "audio_token_id": 151675,
+        "dtype": "bfloat16",
+        "image_token_id": 151655,
+        "model_type": "qwen3_omni_moe_thinker",
+        "position_id_per_seconds": 13,
+        "text_config": {**text, "model_type": "qwen3_omni_moe_text"},
+        "tie_word_embeddings": False,
+        "video_token_id": 151656,
+        "vision_config": values["vision_config"],
+        "vision_end_token_id": 151653,
+        "vision_start_token_id": 151652,
+    }
+    return {"dtype": "bfloat16", "model_type": "qwen3_omni_moe", "thinker_config": thinker}
+
+
 def _moe(ffn: int) -> Json:
     return {
         "decoder_sparse_step": 1,
@@ -418,12 +467,20 @@ RELEASES = {
         94, 4096, 64, 4, 12288, moe=_moe(1536), large_tower=True
     ),
     "MiniCPM-V-4.6": _minicpmv4_6(),
+    "Qwen3-Omni-30B-A3B": _qwen3_omni(),
 }
 
 
 def released_config(release: str, folder: Path, **text: Any) -> Any:
     """transformers' configuration. `text`: what to change in it, of the language model."""
     config = json.loads(json.dumps(RELEASES[release]))
-    config.get("text_config", config).update(text)
+    released_text(config).update(text)
     (folder / "config.json").write_text(json.dumps(config))
-    return AutoConfig.from_pretrained(folder)
+    return model_config(folder)
+
+
+def released_text(values: Json) -> Json:
+    """The language model's values in a release's configuration."""
+    model: Any = model_values(values)
+    text: Json = model.get("text_config", model)
+    return text

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from torch import Tensor
-from transformers import AutoConfig
 
 from megavlm.data.processor import Processor, Prompt
 from megavlm.families import family_of
+from megavlm.model_config import model_config
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 from tests.conftest import DATA
 
@@ -38,10 +38,10 @@ def auto_processor(folder: Path) -> Any:
 
 
 def chat_text(folder: Path, question: str) -> str:
-    """The prompt of a question, with the template's own marks of images and videos."""
-    parts = [part for part in re.split("(<image>|<video>)", question) if part]
+    """The prompt of a question, with the template's own marks of images, videos and audio."""
+    parts = [part for part in re.split("(<image>|<video>|<audio>)", question) if part]
     content = [
-        {"type": part[1:-1]} if part in ("<image>", "<video>") else {"type": "text", "text": part}
+        {"type": part[1:-1]} if re.fullmatch("<[a-z]+>", part) else {"type": "text", "text": part}
         for part in parts
     ]
     text: str = auto_processor(folder).apply_chat_template(
@@ -57,7 +57,7 @@ def our_processor(folder: Path) -> Processor:
 
 def pixel_values(folder: Path, prompt: Prompt) -> Tensor:
     """Images of a prompt as transformers' processor returns them: patches, or whole tiles."""
-    config = AutoConfig.from_pretrained(folder)
+    config = model_config(folder)
     inputs: dict[str, Tensor] = family_of(folder).model_inputs(
         config, prompt.token_ids, prompt.positions, prompt.images
     )

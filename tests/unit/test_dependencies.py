@@ -24,7 +24,7 @@ LEVELS = [
         "temporary",
         "writing",
     },
-    {"config", "observability", "demo_folder"},
+    {"config", "observability", "demo_folder", "model_config"},
     {"task"},  # imports a task's modules when they are used
     {"algorithms", "subprocess_pool", "parallel", "sglang_cpu"},
     {"rewards"},

@@ -17,6 +17,7 @@ from megavlm.data.media.image_sources import IGNORED
 
 IMAGE_PLACEHOLDER = "<image>"
 VIDEO_PLACEHOLDER = "<video>"
+AUDIO_PLACEHOLDER = "<audio>"
 
 ROLES = ("system", "user", "assistant", "tool")
 _ROLE_NAMES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
@@ -30,17 +31,21 @@ _KINDS = {
     "input_image": "image",
     "video": "video",
     "video_url": "video",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
 }
 _SOURCES = ("bytes", "url", "path", "base64")
 _IMAGE_KEYS = ("image", "image_url", *_SOURCES)
 _VIDEO_KEYS = ("video", "video_url", *_SOURCES)
+_AUDIO_KEYS = ("audio", "audio_url", "input_audio", *_SOURCES)
 # Keys that say whether the message is trained on: OpenAI's name, then ms-swift's.
 _TRAINED_KEYS = ("weight", "loss", "loss_scale")
 
 
 @dataclass(frozen=True)
 class Message:
-    """A chat message. `text` has a placeholder for each of its images and videos.
+    """A chat message. `text` has a placeholder for each of its images, videos and clips.
 
     keys: Further keys that the chat template may read, such as tool_calls and reasoning_content.
     is_trained: False for a message of the assistant that SFT does not learn.
@@ -57,14 +62,15 @@ class Message:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages, with the images and videos stored in them, in order and as they are stored.
+    """Messages, with the images, videos and clips stored in them, in order and as they are stored.
 
-    num_bare: Number of parts of each kind ("image", "video") whose image or video is in a column.
+    num_bare: Number of parts of each kind ("image", "video", "audio") that is in a column.
     """
 
     messages: tuple[Message, ...]
     images: tuple[Any, ...] = ()
     videos: tuple[Any, ...] = ()
+    audio: tuple[Any, ...] = ()
     num_bare: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -72,17 +78,18 @@ class Chat:
 class _Parts:
     """Images and videos of the messages read so far.
 
-    num_bare: Number of parts of each kind ("image", "video") whose image or video is in a column.
+    num_bare: Number of parts of each kind ("image", "video", "audio") that is in a column.
     """
 
     images: list[Any] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)
+    audio: list[Any] = field(default_factory=list)
     num_bare: Counter[str] = field(default_factory=Counter)
 
     @property
     def count(self) -> int:
-        """Number of images and videos."""
-        return len(self.images) + len(self.videos) + self.num_bare.total()
+        """Number of images, videos and clips."""
+        return len(self.images) + len(self.videos) + len(self.audio) + self.num_bare.total()
 
     def text(self, content: str | Sequence[Any], where: str) -> str:
         """Return content as text with placeholders, and collect its images and videos.
@@ -100,14 +107,16 @@ class _Parts:
         kind = _KINDS.get(str(named))
         if kind is None or (kind == "text" and not isinstance(given.get("text"), str)):
             raise ValueError(
-                f"{where} has the part {part!r:.80}; its type must be text, image or video"
+                f"{where} has the part {part!r:.80}; its type must be text, image, video or audio"
             )
         if kind == "text":
             text = given.pop("text")
         elif kind == "image":
             text = self._image(given, where)
-        else:
+        elif kind == "video":
             text = self._video(given, where)
+        else:
+            text = self._clip(given, where)
         if given.get("text") == "":
             del given["text"]
         if given:
@@ -144,6 +153,18 @@ class _Parts:
         self.videos.append(item)
         return VIDEO_PLACEHOLDER
 
+    def _clip(self, given: dict[str, Any], where: str) -> str:
+        """Collect the clip of a part, and remove the keys that are read from `given`."""
+        found = {key: given.pop(key) for key in _AUDIO_KEYS if key in given}
+        if not found:
+            self.num_bare["audio"] += 1
+            return AUDIO_PLACEHOLDER
+        item = _item(found, where)
+        if isinstance(item, Mapping) and "data" in item:  # OpenAI's input_audio
+            item = {"base64": item["data"]}
+        self.audio.append(item)
+        return AUDIO_PLACEHOLDER
+
 
 def read_chat(value: Sequence[Any]) -> Chat:
     """Read a list of {role, content}; content is text, or a list of parts.
@@ -154,7 +175,8 @@ def read_chat(value: Sequence[Any]) -> Chat:
     messages, parts = _read_messages(value)
     if not any(message.role == "user" for message in messages):
         raise ValueError("the messages have none by the user")
-    return Chat(tuple(messages), tuple(parts.images), tuple(parts.videos), parts.num_bare)
+    media = tuple(parts.images), tuple(parts.videos), tuple(parts.audio)
+    return Chat(tuple(messages), *media, parts.num_bare)
 
 
 def read_response(value: Sequence[Any], prompt: Chat) -> Message:
@@ -168,7 +190,11 @@ def read_response(value: Sequence[Any], prompt: Chat) -> Message:
         raise ValueError(f"its last message is by the {response.role}, not by the assistant")
     last = [*map(_shown, prompt.messages[-len(before) :])]
     same = not before or [*map(_shown, before)] == last
-    for own, known in ((parts.images, prompt.images), (parts.videos, prompt.videos)):
+    for own, known in (
+        (parts.images, prompt.images),
+        (parts.videos, prompt.videos),
+        (parts.audio, prompt.audio),
+    ):
         same &= not own or own == list(known[-len(own) :])
     if not same:
         raise ValueError(
@@ -194,7 +220,9 @@ def _read_messages(value: Sequence[Any]) -> tuple[list[Message], _Parts]:
         before = parts.count
         read = _message(message, where, parts)
         if read.role == "assistant" and number == len(value) - 1 and parts.count > before:
-            raise ValueError(f"{where} is the answer, but it has an image or a video: remove that")
+            raise ValueError(
+                f"{where} is the answer, but it has an image, a video or audio: remove that"
+            )
         if _role(message) in _CALL_ROLES and messages and messages[-1].role == "assistant":
             messages[-1] = _joined(messages[-1], read)
         else:
@@ -296,7 +324,9 @@ def _listed(value: object) -> Sequence[Any]:
 
 
 def without_placeholders(text: str) -> str:
-    return text.replace(IMAGE_PLACEHOLDER, "").replace(VIDEO_PLACEHOLDER, "")
+    for mark in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER):
+        text = text.replace(mark, "")
+    return text
 
 
 def _from_json(text: str, where: str) -> Any:

@@ -10,7 +10,12 @@ from jinja2 import TemplateError
 
 from megavlm.config.data import Data
 from megavlm.data.chat.hermes import with_tools_as_text
-from megavlm.data.chat.messages import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Message
+from megavlm.data.chat.messages import (
+    AUDIO_PLACEHOLDER,
+    IMAGE_PLACEHOLDER,
+    VIDEO_PLACEHOLDER,
+    Message,
+)
 from megavlm.data.rows import Row
 
 _RESPONSE = "A response that no chat template contains."
@@ -170,7 +175,8 @@ class ChatTemplate:
         self._check_keys(row, row.messages)
         for text in (row.problem, *(message.text for message in row.messages)):
             # Some models have tokens of the same names. They are counted in the rendered prompt.
-            text = text.replace(IMAGE_PLACEHOLDER, " ").replace(VIDEO_PLACEHOLDER, " ")
+            for mark in (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER):
+                text = text.replace(mark, " ")
             self._check_text(text, f"{row.source}: {name}")
         responses = [message for message in (row.response, row.rejected) if message is not None]
         further = [message.keys for message in (*row.messages, *responses)]
@@ -242,6 +248,7 @@ class ChatTemplate:
             for mark, kind, items in (
                 (IMAGE_PLACEHOLDER, "image", row.images),
                 (VIDEO_PLACEHOLDER, "video", row.videos),
+                (AUDIO_PLACEHOLDER, "audio", row.audio),
             )
             if items
         }

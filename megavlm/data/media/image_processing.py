@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
 from threading import Lock
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from PIL import Image
@@ -22,6 +22,7 @@ from megavlm.data.media.image_decoding import decode, image_size
 
 Grid = tuple[int, int, int]  # (t, h, w) in patches
 Grids = tuple[Grid, ...]  # of an image: one, or one for each part of another size
+Medium = Literal["image", "video", "audio"]
 
 CPU = torch.device("cpu")
 _URL = b'"data:image/x-portable-pixmap;base64,'  # with the opening quote of a JSON string
@@ -36,8 +37,10 @@ class PatchFormat:
     patch: Side of a patch in pixels.
     temporal: Number of frames in a patch.
     merge: Side in patches of the square that becomes one token; its patches are consecutive.
-    sends_frames: Servers are sent an image's frames, as they are a video's, and take them
-        normalised but not cut. Otherwise they are sent its picture, and cut patches themselves.
+    sends_frames: Servers are sent an image's frames, as they are a video's. Otherwise they are sent
+        its picture, and cut patches themselves.
+    takes_patches: The server's tower takes frames that are sent cut in patches, as it does of a
+        video. Otherwise it takes them normalised.
     """
 
     mean: tuple[float, ...]
@@ -46,6 +49,7 @@ class PatchFormat:
     temporal: int
     merge: int
     sends_frames: bool = False
+    takes_patches: bool = False
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "PatchFormat":
@@ -97,9 +101,11 @@ class PatchFormat:
 
 @dataclass(frozen=True, eq=False)
 class ProcessedImage:
-    """An image for the rollout server and for the tower. `ProcessedVideo` extends it."""
+    """An image for the rollout server and for the tower. `ProcessedVideo` and `ProcessedAudio`
+    extend it.
+    """
 
-    is_video: ClassVar[bool] = False
+    medium: ClassVar[Medium] = "image"
 
     key: str  # SHA-256 of the picture's size and RGB pixels: identifies the content
     # [F, H, W, 3] uint8: frames for the tower, F = 1 for an image without tiles. On the meta device

@@ -16,7 +16,7 @@ from urllib.parse import unquote_to_bytes
 from megavlm.data.media.fetch import check_url, fetch
 from megavlm.data.tables.files import find_filesystem, has_protocol, read_safely
 
-Kind = Literal["image", "video"]
+Kind = Literal["image", "video", "audio"]
 
 MAX_FILE_BYTES = 2**26  # limit of an encoded image
 MAX_VIDEO_BYTES = 2**28  # limit of a video file
@@ -24,7 +24,7 @@ MAX_VIDEO_BYTES = 2**28  # limit of a video file
 # Base64 of PNG, JPEG, GIF, WEBP and BMP. It cannot be confused with a path: a path of this form
 # would be over 40 characters long and have no dot.
 _BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk)[A-Za-z0-9+/\s]{40,}={0,2}\s*")
-_A = {"image": "an image", "video": "a video"}
+_A = {"image": "an image", "video": "a video", "audio": "a clip of audio"}
 _SOURCES = ("bytes", "path", "url", "base64")  # the first one that is there is read
 # Hints to OpenAI's servers and caches. They do not change what the model sees.
 IGNORED = ("detail", "cache_control", "annotations")

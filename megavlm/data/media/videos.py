@@ -13,7 +13,13 @@ from torch import Tensor
 
 from megavlm.config.data import Data
 from megavlm.data.media.image_decoding import decode, image_size
-from megavlm.data.media.image_processing import Grid, ImageCache, PatchFormat, ProcessedImage
+from megavlm.data.media.image_processing import (
+    Grid,
+    ImageCache,
+    Medium,
+    PatchFormat,
+    ProcessedImage,
+)
 from megavlm.data.media.video_decoding import VideoHeader, decode_frames, read_header
 from megavlm.data.media.video_sources import AnyVideo, Video, VideoFile
 
@@ -26,7 +32,7 @@ MIN_FRAMES = 4  # of a file that has so many, as in qwen-vl-utils
 class ProcessedVideo(ProcessedImage):
     """A resized video. Records show its first frame."""
 
-    is_video: ClassVar[bool] = True
+    medium: ClassVar[Medium] = "video"
 
     times: tuple[float, ...]  # [t] time in seconds at which each frame of the grid is shown
     seconds_per_grid: float  # seconds from one frame of the grid to the next

@@ -12,7 +12,7 @@ SGLang loads this module as a plugin (megavlm_plugins.dist-info).
 
 from typing import Any
 
-TOWERS = {"vision_model", "vpm"}  # SGLang's names
+TOWERS = {"vision_model", "vpm", "audio_tower"}  # SGLang's names
 
 
 def install() -> None:

@@ -6,8 +6,9 @@ compute positions of its own; from a picture it would cut tiles in another way. 
 tokens of the prompt as the model gets them, and its only video is a text that begins with
 `megavlm:` and goes on with the path of an in-memory file, or base64. This content describes all
 images and videos: 8 bytes with the length of a header, the header in JSON, the positions
-[3, num_tokens] int32, and the frames [F, H, W, 3] uint8 of each image and video. The header has the
-`media` (is_video, shape [F, H, W] and hash), the `format` of patches, the prompt's `num_tokens` and
+[3, num_tokens] int32, and the frames [F, H, W, 3] uint8 of each image and video, or the log-mel
+frames [F, mel] float32 of audio. The header has the
+`media` (medium, shape and hash), the `format` of patches, the prompt's `num_tokens` and
 its `next_position`: tokens after it are a response that goes on.
 """
 
@@ -102,11 +103,12 @@ def install() -> None:
     async def load_processed(self: Any, prompt: Any, multimodal_tokens: Any, **given: Any) -> Any:
         for item in given.get("video_data") or []:
             if isinstance(item, str) and item.startswith(BEGIN):
-                token_ids = multimodal_tokens.image_token_id, multimodal_tokens.video_token_id
+                names = ("image_token_id", "video_token_id", "audio_token_id")
+                token_ids = tuple(getattr(multimodal_tokens, name) for name in names)
                 # In a thread, as it takes long to make patches of frames.
                 text = item.removeprefix(BEGIN)
                 media = await asyncio.to_thread(processed, prompt, text, token_ids)
-                given_positions.set((media.images or media.videos)[0])
+                given_positions.set((media.images or media.videos or media.audios)[0])
                 return media
         return await load(self, prompt, multimodal_tokens=multimodal_tokens, **given)
 
@@ -121,10 +123,10 @@ def _read(text: str) -> bytearray:
         return bytearray(file.read())
 
 
-def processed(prompt: list[int], text: str, token_ids: tuple[int, int | None]) -> Any:
+def processed(prompt: list[int], text: str, token_ids: tuple[Any, ...]) -> Any:
     """Return the media as SGLang's processors return them, one item for each run of tokens: an
     image, a video, or a frame of a video. text: Names or holds the content. token_ids: The tokens
-    that images and videos replace.
+    that images, videos and audio replace.
 
     Raises ValueError, which SGLang answers with HTTP 400, if the tokens are not those of the media.
     """
@@ -137,7 +139,7 @@ def processed(prompt: list[int], text: str, token_ids: tuple[int, int | None]) -
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
     length, following = header["num_tokens"], header["next_position"]
-    sizes = [12 * length, *(3 * prod(medium["shape"]) for medium in header["media"])]
+    sizes = [12 * length, *map(_num_bytes, header["media"])]
     packed, *frames = torch.frombuffer(content, dtype=torch.uint8, offset=start).split(sizes)
     positions = torch.frombuffer(bytearray(packed.numpy()), dtype=torch.int32).view(3, length)
     after = torch.arange(following, following + len(prompt) - length, dtype=torch.int32)
@@ -149,17 +151,32 @@ def processed(prompt: list[int], text: str, token_ids: tuple[int, int | None]) -
     format_ = PatchFormat.from_values(header["format"])
     ids = torch.tensor(prompt[:length])
     # Images and videos may share a token; then they take its places in their order.
-    image, video = token_ids
+    image, video, audio = token_ids
     if video is None or video not in prompt[:length]:
         video = image
-    places = {token: iter((ids == token).nonzero().flatten().tolist()) for token in (image, video)}
+    places = {
+        token: iter((ids == token).nonzero().flatten().tolist())
+        for token in token_ids
+        if token is not None
+    }
     images: list[dict[str, Any]] = []
     videos: list[dict[str, Any]] = []
+    audios: list[dict[str, Any]] = []
     for medium, pixels in zip(header["media"], frames, strict=True):
+        if medium["medium"] == "audio":
+            num_frames, mel, number = medium["shape"]
+            own = list(islice(places[audio], number))
+            features = pixels.view(torch.float32).view(1, num_frames, mel).transpose(1, 2)
+            mask = torch.ones(1, num_frames, dtype=torch.long)
+            given = {"input_features": features, "feature_attention_mask": mask}
+            place = {"offsets": [(own[0], own[-1])], "hash": medium["hash"]}
+            audios.append({**shared, **place, **given})
+            continue
         grid = format_.grid(*medium["shape"])
         shown = pixels.view(*medium["shape"], 3)
-        features = format_.normalised(shown) if format_.sends_frames else format_.cut(shown)
-        is_video, number = medium["is_video"], prod(grid) // format_.merge**2
+        whole = format_.sends_frames and not format_.takes_patches
+        features = format_.normalised(shown) if whole else format_.cut(shown)
+        is_video, number = medium["medium"] == "video", prod(grid) // format_.merge**2
         own = list(islice(places[video if is_video else image], number))
         if len(own) < number:
             raise ValueError(f"the prompt has {len(own)} of the {number} tokens of a medium")
@@ -167,7 +184,7 @@ def processed(prompt: list[int], text: str, token_ids: tuple[int, int | None]) -
         for index, (first, last) in enumerate(_runs(own)):
             part, features = features.tensor_split([round((last - first + 1) * per_token)])
             item = {**shared, "offsets": [(first, last)], "hash": medium["hash"] ^ index}
-            if format_.sends_frames:  # SGLang's models of such tiles know images only
+            if whole:  # SGLang's models of such tiles know images only
                 images.append({**item, "pixel_values": part})
                 continue
             # Each frame is a grid of its own, because SGLang's tower of Qwen2.5-VL would let the
@@ -178,8 +195,13 @@ def processed(prompt: list[int], text: str, token_ids: tuple[int, int | None]) -
             else:
                 images.append({**item, "pixel_values": part, "image_grid_thw": grids})
     return BaseMultiModalProcessorOutput(
-        input_text="", input_ids=prompt, images=images, videos=videos
+        input_text="", input_ids=prompt, images=images, videos=videos, audios=audios
     )
+
+
+def _num_bytes(medium: dict[str, Any]) -> int:
+    shape = medium["shape"]
+    return 4 * shape[0] * shape[1] if medium["medium"] == "audio" else 3 * prod(shape)
 
 
 def patch_lines(frame: Any, patch: int) -> tuple[Any, Any]:

@@ -2,7 +2,8 @@
 
 A name is a path in the whole model, as in checkpoints and in `lora.targets`. Whatever the names on
 the hub are (a family's mapping has them), the tower of every family has `blocks` with `attn` and
-`mlp`; modules with "merger" in their name are its mergers, which `model.freeze_merger` freezes.
+`mlp`; modules with "merger" in their name are its mergers, which `model.freeze_merger` freezes. An
+audio tower is a part of it, `audio`, with blocks of its own.
 """
 
 import re
@@ -15,8 +16,8 @@ LINEARS = {
     "language.linear_attention": r"language_model\..*\.self_attention\.(in|out)_proj",
     "language.mlp": r"language_model\..*\.mlp\.(shared_experts\.)?linear_fc[12]",
     "language.experts": r"language_model\..*\.mlp\.experts\.(experts\.)?linear_fc[12]",
-    "vision.attention": r"visual\.blocks\.\d+\.attn\..+",
-    "vision.mlp": r"visual\.blocks\.\d+\.mlp\..+",
+    "vision.attention": r"visual\.(audio\.)?blocks\.\d+\.attn\..+",
+    "vision.mlp": r"visual\.(audio\.)?blocks\.\d+\.mlp\..+",
     "vision.merger": r"visual\.\w*merger\w*\..*",
 }
 ModelPart = Literal["tower", "merger", "embedding", "attention", "mlp", "experts", "output"]

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,16 +24,19 @@ from megavlm.data.packs.positions import Span, mrope_positions, plain_positions
 class ResizedImages(ImageProcessor):
     """Images of any size, resized to a multiple of a token's side within bounds on their pixels."""
 
-    def __init__(self, hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> None:
+    def __init__(
+        self, hf_config: Any, processor: Any, data: Data, cache: ImageCache, **sending: bool
+    ) -> None:
         """Set the bounds on the number of pixels of a resized image; None in `data` uses the
-        folder's bound. processor: transformers' processor.
+        folder's bound. processor: transformers' processor. sending: Fields of PatchFormat about
+        what servers are sent.
 
         Raises ValueError for bounds wider than the folder's: the rollout server applies the
         folder's bounds and would resize the images again. Also raises ValueError as
         `PatchFormat.of` does.
         """
         image_processor = processor.image_processor
-        super().__init__(hf_config.image_token_id, _format_of(image_processor), cache)
+        super().__init__(hf_config.image_token_id, format_of(image_processor, **sending), cache)
         smallest, largest = self.folder_bounds(image_processor)
         low = smallest if data.min_pixels is None else data.min_pixels
         high = largest if data.max_pixels is None else data.max_pixels
@@ -94,9 +98,10 @@ class ResizedVideos(VideoProcessor):
         own pixel bounds apply, and data.video_max_pixels.
         """
         videos = processor.video_processor
-        token, format_ = hf_config.video_token_id, _format_of(videos)
+        token, format_ = hf_config.video_token_id, format_of(videos)
         super().__init__(token, format_, self.max_frames(videos), data, cache)
         self._processor, self._max_pixels = videos, data.video_max_pixels
+        self._folder_bounds = self.folder_bounds(processor)
         # None has the effect of False, but warns. Older transformers (5.12) have no such bound.
         self._cap = bool(getattr(videos, "cap_pixels_per_frame", False))
 
@@ -106,6 +111,13 @@ class ResizedVideos(VideoProcessor):
         """
         limit: int = processor.max_frames
         return limit
+
+    def folder_bounds(self, processor: Any) -> tuple[int, int]:
+        """Return the bounds on the pixels of a resized video. processor: transformers' processor of
+        prompts.
+        """
+        size = processor.video_processor.size
+        return size["shortest_edge"], size["longest_edge"]
 
     def resized_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
         """Return the size that transformers gives the frames of a video. A frame has one token at
@@ -137,7 +149,7 @@ class ResizedVideos(VideoProcessor):
         """Return the bounds on the pixels of a resized video, as transformers' SizeDict."""
         from transformers.image_utils import SizeDict
 
-        low, high = self._processor.size["shortest_edge"], self._processor.size["longest_edge"]
+        low, high = self._folder_bounds
         if self._max_pixels is not None:
             share = self._max_pixels // (1 if self.bounds_all_frames else num_frames)
             high = min(high, max(share, 1))
@@ -162,6 +174,8 @@ class MultimodalPositions:
         """
         spans: list[Span] = []
         for image in images:
+            if image.medium == "audio":
+                continue  # its tokens have the positions of text
             if isinstance(image, ProcessedVideo):
                 spans += self._video_spans(image)
             else:
@@ -181,11 +195,11 @@ def model_inputs(
     ids = token_ids[None]
     kinds = (ids == hf_config.image_token_id).long() + 2 * (ids == hf_config.video_token_id).long()
     inputs = {"mm_token_type_ids": kinds}
-    for is_video, patches, grids in (
-        (False, "pixel_values", "image_grid_thw"),
-        (True, "pixel_values_videos", "video_grid_thw"),
+    for medium, patches, grids in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
     ):
-        shown = [image for image in images if image.is_video is is_video]
+        shown = [image for image in images if image.medium == medium]
         if shown:
             inputs[patches] = torch.cat([image.patches() for image in shown])
             inputs[grids] = torch.tensor([image.grid for image in shown])
@@ -217,10 +231,12 @@ def resize(processor: Any, pixels: Tensor, height: int, width: int) -> Tensor:
 images = ResizedImages
 
 
-def _format_of(processor: Any) -> PatchFormat:
-    return PatchFormat.of(
+def format_of(processor: Any, **sending: bool) -> PatchFormat:
+    """Return the format of an image or video processor's patches. sending: Further fields of it."""
+    format_ = PatchFormat.of(
         processor,
         patch=processor.patch_size,
         temporal=processor.temporal_patch_size,
         merge=processor.merge_size,
     )
+    return replace(format_, **sending)  # type: ignore[arg-type]  # both are flags

@@ -60,7 +60,8 @@ class Entry:
     frozen: True for a tensor that no training changes. The model holds it as a buffer.
     separate: True if hub files hold the tensors of each expert (`experts.3.gate_proj.weight`), and
         not the stacks that `hf` names. transformers stacks them in memory.
-    share: Part of an image's patches that a block of the tower gets, after a merger within it.
+    share: Part of an image's patches that a block of the tower gets, after a merger within it. Of a
+        convolution of an audio tower: the number of its outputs per channel for each token.
     """
 
     megatron: str
@@ -119,10 +120,15 @@ _SHORT_PREFIXES = (
 )
 
 
+# Prefix of the trained model's tensors in folders that hold several models (families.PART).
+PART_PREFIX = "thinker."
+
+
 def short_name(hf: str) -> str:
     """Return an HF tensor's name with a short prefix. It is the same for all forms of hub files and
     for models in memory.
     """
+    hf = hf.removeprefix(PART_PREFIX)
     for long, short in _SHORT_PREFIXES:
         if hf.startswith(long):
             return short + hf.removeprefix(long)

@@ -1,11 +1,13 @@
 """Base class of the families' vision towers."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megavlm.data.media.image_processing import Grid
+from megavlm.data.media.image_processing import Grid, ProcessedImage
 from megavlm.models.common.components import model_part
 from megavlm.models.common.vision_layers import Segments
 
@@ -34,6 +36,15 @@ class Tower(nn.Module):
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         raise AssertionError("a family defines its tower")
+
+    def encode(self, images: Sequence[ProcessedImage]) -> Tensor:
+        """Return the features [tokens, (1 + num_levels) * feature_size] of images, at least one,
+        image after image.
+        """
+        device = next(self.parameters()).device
+        patches = torch.cat([image.patches(device) for image in images])
+        features: Tensor = self(patches, [grid for image in images for grid in image.grids])
+        return features
 
     def projections(self, linear: str) -> tuple[str, ...]:
         """Return the names of the HF projections in a linear layer, in order. Each has the same
@@ -68,15 +79,19 @@ class Tower(nn.Module):
         tapped = []
         blocks = self.blocks[first : first + len(segments)]
         for index, (block, attended) in enumerate(zip(blocks, segments, strict=True), first):
-            # Blocks without gradients are not checkpointed: a checkpoint would keep their inputs.
-            is_trained = x.requires_grad or any(p.requires_grad for p in block.parameters())
-            if self.recompute and is_trained:
-                # Blocks use no random numbers, so no random state has to be restored.
-                x = checkpoint(
-                    block, x, cos, sin, attended, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                x = block(x, cos, sin, attended)
+            x = self.run_block(block, x, cos, sin, attended)
             if index in taps:
                 tapped.append(x)
         return x, tapped
+
+    def run_block(self, block: nn.Module, x: Tensor, *others: Any) -> Tensor:
+        """Return block(x, *others), recomputed in the backward pass if `recompute` says so."""
+        # Blocks without gradients are not checkpointed: a checkpoint would keep their inputs.
+        is_trained = x.requires_grad or any(p.requires_grad for p in block.parameters())
+        if self.recompute and is_trained:
+            # Blocks use no random numbers, so no random state has to be restored.
+            made: Tensor = checkpoint(
+                block, x, *others, use_reentrant=False, preserve_rng_state=False
+            )
+            return made
+        return block(x, *others)

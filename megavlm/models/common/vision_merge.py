@@ -19,8 +19,7 @@ def encode_share(tower: Tower, images: Sequence[ProcessedImage]) -> Tensor:
     if not images:
         width = tower.feature_size * (1 + tower.num_levels)
         return torch.zeros(0, width, dtype=parameter.dtype, device=parameter.device)
-    patches = [image.patches(parameter.device) for image in images]
-    return tower(torch.cat(patches), [grid for image in images for grid in image.grids])
+    return tower.encode(images)
 
 
 def gather_shares(

@@ -184,8 +184,8 @@ def model_inputs(
     height and width in patches of each overview, slice and frame.
     """
     inputs = {}
-    for is_video, ending in ((False, ""), (True, "_videos")):
-        shown = [image for image in images if image.is_video is is_video]
+    for medium, ending in (("image", ""), ("video", "_videos")):
+        shown = [image for image in images if image.medium == medium]
         if not shown:
             continue
         patch = shown[0].format.patch

@@ -35,9 +35,10 @@ videos = TokensOnly
 def positions(hf_config: Any) -> MultimodalPositions:
     """Return the positions of prompts."""
     per_second = hf_config.vision_config.tokens_per_second
-    return MultimodalPositions(hf_config, partial(_timed_span, per_second))
+    return MultimodalPositions(hf_config, partial(timed_span, per_second))
 
 
-def _timed_span(tokens_per_second: float, video: ProcessedVideo) -> list[Span]:
+def timed_span(tokens_per_second: float, video: ProcessedVideo) -> list[Span]:
+    """Return the one run of a video's tokens. tokens_per_second: Steps of its times a second."""
     # transformers multiplies in float32; double precision would round down elsewhere.
     return [Span(video.grid, float(tokens_per_second * torch.tensor(video.seconds_per_grid)))]

@@ -49,11 +49,11 @@ class ProducerSetup:
 
 
 class _GroupPickler(TensorPickler):
-    """Pickler of groups whose rows leave their encoded images and videos behind."""
+    """Pickler of groups whose rows leave their encoded images, videos and audio behind."""
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Row) and (value.images or value.videos or value.extra):
-            return replace(value, images=(), videos=(), extra={}).__reduce_ex__(5)
+        if isinstance(value, Row) and (*value.images, *value.videos, *value.audio, *value.extra):
+            return replace(value, images=(), videos=(), audio=(), extra={}).__reduce_ex__(5)
         return super().reducer_override(value)
 
 

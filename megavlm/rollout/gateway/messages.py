@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from megavlm.data.chat.messages import IMAGE_PLACEHOLDER, Message
+from megavlm.data.chat.messages import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, Message
 from megavlm.data.rows import Row
 
 # Keys of replies that clients send back. They hold nothing that a model could see.
@@ -45,18 +45,36 @@ def _image(url: Any) -> bytes:
     url = url.get("url") if isinstance(url, Mapping) else url
     if not isinstance(url, str) or not url.startswith("data:"):
         raise ValueError("the gateway downloads nothing; send the image as a data: URL in base64")
+    return _base64(url.partition(";base64,")[2], "image")
+
+
+def _audio(given: Any) -> bytes:
+    data = given.get("data") if isinstance(given, Mapping) else None
+    if not isinstance(data, str):
+        raise ValueError("input_audio has no data; send the file in base64")
+    return _base64(data, "audio")
+
+
+def _base64(text: str, kind: str) -> bytes:
     try:
-        return base64.b64decode(url.partition(";base64,")[2], validate=True)
+        return base64.b64decode(text, validate=True)
     except binascii.Error as error:
-        raise ValueError(f"the image is not base64 ({error})") from error
+        raise ValueError(f"the {kind} is not base64 ({error})") from error
+
+
+# The field of a part that each of its types must have.
+_FIELDS = {"text": "text", "image_url": "image", "input_audio": "audio"}
+# What stands for a part that is not text.
+_PLACEHOLDERS = {"image_url": IMAGE_PLACEHOLDER, "input_audio": AUDIO_PLACEHOLDER}
 
 
 class ChatPart(Form, extra="ignore"):
-    """A piece of content: text, or an image file."""
+    """A piece of content: text, an image file or an audio file."""
 
-    type: Literal["text", "image_url"]
+    type: Literal["text", "image_url", "input_audio"]
     text: str = ""
     image: Annotated[bytes, BeforeValidator(_image)] = Field(b"", alias="image_url")
+    audio: Annotated[bytes, BeforeValidator(_audio)] = Field(b"", alias="input_audio")
 
     @model_validator(mode="before")
     @classmethod
@@ -65,7 +83,7 @@ class ChatPart(Form, extra="ignore"):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        if {"text": "text", "image_url": "image"}[self.type] not in self.model_fields_set:
+        if _FIELDS[self.type] not in self.model_fields_set:
             raise ValueError(f"the part has no {self.type}")
         return self
 
@@ -118,7 +136,7 @@ class ChatMessage(Form):
             if part.type == "text" and joined and joined[-1].type == "text":
                 part = part.model_copy(update={"text": joined.pop().text + part.text})
             joined.append(part)
-        return [part for part in joined if part.type == "image_url" or part.text]
+        return [part for part in joined if part.type != "text" or part.text]
 
     @field_validator("tool_calls")
     @classmethod
@@ -145,13 +163,17 @@ def as_row(
     """Return messages as a row. spell: Function that makes control tokens in a text plain text."""
     messages = [_spelled(message, spell) for message in messages]
     asked = [message for message in messages if message.role == "user"] or messages[-1:]
-    images = tuple(p.image for m in messages for p in m.content if p.type == "image_url")
+    parts = [part for message in messages for part in message.content]
+    images = tuple(part.image for part in parts if part.type == "image_url")
+    audio = tuple(part.audio for part in parts if part.type == "input_audio")
+    in_parts = bool(images or audio)
     return replace(
         base,
         problem=_shown(asked[-1]),
         images=images,
         videos=(),
-        messages=tuple(_chat_message(message, in_parts=bool(images)) for message in messages),
+        audio=audio,
+        messages=tuple(_chat_message(message, in_parts=in_parts) for message in messages),
         tools=tuple(tools),
         response=None,
     )
@@ -164,7 +186,7 @@ def _spelled(message: ChatMessage, spell: Callable[[str], str]) -> ChatMessage:
 
 
 def _chat_message(message: ChatMessage, *, in_parts: bool) -> Message:
-    """in_parts: True if a placeholder in text would stand for an image of the row."""
+    """in_parts: True if a placeholder in text would stand for an image or a clip of the row."""
     keys: dict[str, Any] = {}
     if message.tool_calls:
         calls = [call.function for call in message.tool_calls]
@@ -175,10 +197,11 @@ def _chat_message(message: ChatMessage, *, in_parts: bool) -> Message:
     if message.name:
         keys["name"] = message.name
     text = _shown(message)
-    if not (in_parts and (message.role == "user" or IMAGE_PLACEHOLDER in text)):
+    has_marks = any(mark in text for mark in _PLACEHOLDERS.values())
+    if not (in_parts and (message.role == "user" or has_marks)):
         return Message(message.role, text, keys)
     parts = tuple(
-        {"type": "text", "text": part.text} if part.type == "text" else {"type": "image"}
+        {"type": "text", "text": part.text} if part.type == "text" else {"type": _FIELDS[part.type]}
         for part in message.content
     )
     return Message(message.role, text, keys, parts=parts)
@@ -186,5 +209,5 @@ def _chat_message(message: ChatMessage, *, in_parts: bool) -> Message:
 
 def _shown(message: ChatMessage) -> str:
     return "".join(
-        part.text if part.type == "text" else IMAGE_PLACEHOLDER for part in message.content
+        part.text if part.type == "text" else _PLACEHOLDERS[part.type] for part in message.content
     )

@@ -2,17 +2,18 @@
 config.json must fit the axes. This module does not import megatron-core.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megavlm.config.algorithm import PolicyOptimization, replays_routing
 from megavlm.config.parallel import check_world
 from megavlm.config.schema import Config
-from megavlm.families import family
+from megavlm.families import family, language_values
 from megavlm.inference.server_args import FP8_BLOCK
 from megavlm.models.common.layout_rules import check_model_layout
 
-Values = dict[str, Any]  # values of a config.json
+Values = Mapping[str, Any]  # values of a config.json
 
 
 def check_ranks(config: Config, world_size: int) -> None:
@@ -53,7 +54,7 @@ def check_sizes(config: Config, values: Values, folder: Path) -> None:
     """
     architecture = language_sizes(values, folder)
     parallel: Any = config.parallel  # has the fields of Layout and ModelOptions used below
-    vocab_size = _text(values).get("vocab_size")
+    vocab_size = language_values(values).get("vocab_size")
     if not isinstance(vocab_size, int):
         raise _incomplete(folder, "vocab_size")
     recompute = config.recompute
@@ -87,13 +88,9 @@ def language_sizes(values: Values, folder: Path) -> Values:
     config.json.
     """
     try:
-        return family(values["model_type"]).language_sizes(_text(values))
+        return family(values["model_type"]).language_sizes(language_values(values))
     except KeyError as error:
         raise _incomplete(folder, error.args[0]) from error
-
-
-def _text(values: Values) -> Values:
-    return values.get("text_config") or values  # older folders have the text keys at the top level
 
 
 def _check_adapters(config: Config, architecture: Values) -> None:

@@ -28,6 +28,7 @@ from megavlm.data.rows import Row, Rows, check_media, rejected_row
 from megavlm.environments.agent import GATEWAY
 from megavlm.environments.processes import make_environments
 from megavlm.environments.registry import built_in_environments, find_environment
+from megavlm.families import language_values
 from megavlm.import_path import IMPORT_PATH
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server import require_free
@@ -302,7 +303,7 @@ def check_linear_attention(values: Mapping[str, Any]) -> None:
     """Raise ValueError if the model has linear attention that cannot be trained on this machine's
     GPU. values: The model's config.json.
     """
-    if "linear_num_key_heads" not in values.get("text_config", {}):
+    if "linear_num_key_heads" not in language_values(values):
         return
     from megavlm.models.linear_attention.delta_rule import backward_refusal  # late, as torch is
 

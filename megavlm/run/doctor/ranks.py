@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
 
 from megavlm.config.schema import Config
 from megavlm.data.packs.packing import Pack, make_pack
@@ -20,6 +19,7 @@ from megavlm.families import family
 from megavlm.inference.connect import Connection, connect
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
 from megavlm.inference.server_pool.memory import TAGS
+from megavlm.model_config import model_config
 from megavlm.models.build import build_model
 from megavlm.models.common.attention_backends import BACKENDS, choose_backend
 from megavlm.models.common.config import ModelOptions
@@ -59,7 +59,7 @@ def run(config: Config) -> bool:
 
 def _findings(config: Config, mesh: Mesh) -> Iterator[Finding]:
     yield _collective(mesh)
-    hf_config = AutoConfig.from_pretrained(config.model.folder, local_files_only=True)
+    hf_config = model_config(config.model.folder)
     options = ModelOptions.from_config(config)
     chunks, ours = _measure(config, hf_config, mesh, "sdpa")
     for name in BACKENDS if platform.has_gpu() else (options.attention,):

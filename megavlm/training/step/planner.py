@@ -80,7 +80,7 @@ class StepPlanner:
             images=plan_images(
                 [shown_images(minibatches) for minibatches in ranks],
                 grids,
-                {key: self._cost.image(grid) for key, grid in grids.items()},
+                {key: self._cost.item(image) for key, image in images.items()},
                 slots=layout.tensor * layout.context,
                 # A trained tower encodes a pack's images at once, so this many patches fit in
                 # memory.

@@ -11,7 +11,8 @@ from typing import Self
 
 from megavlm.arrays import from_bytes, to_bytes
 from megavlm.config.schema import Config
-from megavlm.data.media.image_processing import Grids, PatchFormat, ProcessedImage
+from megavlm.data.media.audio import ProcessedAudio
+from megavlm.data.media.image_processing import Grids, Medium, PatchFormat, ProcessedImage
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
 from megavlm.families import family_of
@@ -20,11 +21,13 @@ from megavlm.training.step.image_plan import ImagePlan, plan_images
 
 @dataclass(frozen=True)
 class ImagePlace:
-    """Place of an image or video in the training files: its row, and its number within the row."""
+    """Place of an image, video or clip in the training files: its row, and its number within the
+    row.
+    """
 
     row: int
     number: int
-    is_video: bool
+    medium: Medium
 
 
 ImageSource = ImagePlace | ProcessedImage
@@ -37,11 +40,11 @@ def image_places(prompts: Sequence[Prompt]) -> dict[bytes, ImagePlace]:
     places = {}
     for prompt in prompts:
         if not prompt.row.is_fetched:
-            counts = Counter[bool]()
+            counts = Counter[Medium]()
             for image in prompt.images:
-                place = ImagePlace(prompt.row.index, counts[image.is_video], image.is_video)
+                place = ImagePlace(prompt.row.index, counts[image.medium], image.medium)
                 places[image.digest] = place
-                counts[image.is_video] += 1
+                counts[image.medium] += 1
     return places
 
 
@@ -60,12 +63,11 @@ class ImageReader:
         with self._lock:
             processor, rows = self._opened
             row = rows[place.row]
-        image = processor.image(row, place.number, is_video=place.is_video)
+        image = processor.image(row, place.number, place.medium)
         if image.key != key:
-            kind = "video" if place.is_video else "image"
             raise ValueError(
-                f"{row.source}: {kind} {place.number + 1} has other pixels than on rank 0: its "
-                "file has changed, or this machine has another copy of it or other versions of "
+                f"{row.source}: {place.medium} {place.number + 1} has other pixels than on rank 0: "
+                "its file has changed, or this machine has another copy of it or other versions of "
                 "the packages; give all machines the same, and restart"
             )
         return image
@@ -143,25 +145,30 @@ class RankImages:
 
 
 def sources_to_bytes(sources: Mapping[str, ImageSource]) -> bytes:
-    """Serialize sources: a place as three numbers, an image as its pixels."""
+    """Serialize sources: a place as its fields, an image as its pixels."""
     images = {key: source for key, source in sources.items() if isinstance(source, ProcessedImage)}
     places = {key: astuple(x) for key, x in sources.items() if isinstance(x, ImagePlace)}
     formats = {key: asdict(image.format) for key, image in images.items()}
+    lengths = {key: x.length for key, x in images.items() if isinstance(x, ProcessedAudio)}
     pixels = {key: image.contents[0] for key, image in images.items()}
     slices = {f"{key}.slices": x.slices for key, x in images.items() if x.slices is not None}
-    return to_bytes(pixels | slices, {"places": places, "formats": formats})
+    return to_bytes(pixels | slices, {"places": places, "formats": formats, "lengths": lengths})
 
 
 def sources_from_bytes(data: bytes) -> dict[str, ImageSource]:
     """Deserialize the sources from `sources_to_bytes`."""
     pixels, values = from_bytes(data)
     places = {key: ImagePlace(*place) for key, place in values["places"].items()}
-    return places | {
-        key: ProcessedImage(
-            key, pixels[key], PatchFormat.from_values(how), slices=pixels.get(f"{key}.slices")
-        )
-        for key, how in values["formats"].items()
+    formats = {key: PatchFormat.from_values(how) for key, how in values["formats"].items()}
+    images: dict[str, ProcessedImage] = {
+        key: ProcessedAudio(key, pixels[key], formats.pop(key), length=number)
+        for key, number in values["lengths"].items()
     }
+    images |= {
+        key: ProcessedImage(key, pixels[key], how, slices=pixels.get(f"{key}.slices"))
+        for key, how in formats.items()
+    }
+    return places | images
 
 
 def _cost(grids: Grids) -> float:

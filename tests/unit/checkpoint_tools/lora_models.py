@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megavlm.model_config import model_config
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 PROJECTIONS = [f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "gate_up", "down")]
@@ -21,7 +22,10 @@ def load(folder: Path) -> Any:
     define_torchvision_operators()
     from transformers import AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForImageTextToText.from_pretrained(
+        folder, config=model_config(folder), dtype=torch.float32
+    )
+    return model.eval()
 
 
 def make_adapters(hf: Path, folder: Path, **settings: Any) -> Any:

@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from checkpoint_tools.compare_logits import compare_logits
+from checkpoint_tools.compare_weights import compare_weights
 from checkpoint_tools.export_hf import WriteOptions, export_hf
 from checkpoint_tools.import_hf import import_hf
 from checkpoint_tools.lora.adapters import AdapterPairs, Pair, Projection
 from checkpoint_tools.model_card import model_card
-from checkpoint_tools.weights import step_weights
+from checkpoint_tools.weights import open_both, step_weights
 from megavlm import sglang_cpu
 from megavlm.checkpointing.folder import copy_hf_files
 from megavlm.config.data import Data
@@ -30,6 +31,7 @@ from megavlm.data.rows import Row
 from megavlm.families import family_of
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
+from tests.parity.models import make_model
 from tests.support.levels import slow
 from tests.support.samples import auto_processor
 from tests.unit.checkpoint_tools.conftest import Folder
@@ -41,22 +43,20 @@ from tests.unit.checkpoint_tools.conftest import Folder
         "qwen2_vl",
         "qwen3_vl_moe",
         "qwen3_5",
-        *slow("qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "minicpmv4_6"),
+        *slow("qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "minicpmv4_6", "qwen3_omni_moe"),
     ],
 )
 def test_every_family_loads_in_transformers_with_the_same_logits(
     family: str, hf_folder: Folder, imported: Folder, tmp_path: Path
 ) -> None:
     define_torchvision_operators()
-    from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
+    from transformers import AutoModelForMultimodalLM, AutoProcessor, GenerationConfig
 
     done = export_hf(
         imported(family), tmp_path / "out", options=WriteOptions(max_shard_bytes=2 * 10**6)
     )
     assert done.num_files > 1
-    _, report = AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
+    _, report = AutoModelForMultimodalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     texts = [
         AutoProcessor.from_pretrained(folder).chat_template
@@ -347,6 +347,42 @@ def test_what_is_not_trained_is_copied(hf_folder: Folder, tmp_path: Path) -> Non
             assert torch.equal(written[name], tensor.to(dtype)), name
         assert "`mtp.*` (2 tensors" in (out / "README.md").read_text()
         source = out
+
+
+def test_a_model_with_a_talker_comes_back(tmp_path: Path) -> None:
+    """Bit for bit, from several files and to several, the trained model in bfloat16 and the others
+    in float32; its experts also in one stack, as transformers has them in memory.
+    """
+    hub, checkpoint, out = (tmp_path / name for name in ("hub", "checkpoint", "out"))
+    make_model(hub, "qwen3_omni_moe", tied=True)
+    tensors = load_file(hub / "model.safetensors")
+    kept = {name for name in tensors if name.startswith(("talker.", "code2wav."))}
+    assert 0 < len(kept) < len(tensors)
+    tensors |= {name: x.bfloat16() for name, x in tensors.items() if name not in kept}
+    (hub / "model.safetensors").unlink()
+    places = {name: f"model-{i % 3}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(places.values()):
+        held = {name: tensors[name] for name, place in places.items() if place == file}
+        save_file(held, hub / file, {"format": "pt"})
+    (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    import_hf(hub, checkpoint)
+    assert export_hf(checkpoint, out).num_tensors == len(tensors)
+    written = HFFolder(out)
+    assert set(written) == set(tensors)
+    for name, tensor in tensors.items():
+        assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and config["thinker_config"]["tie_word_embeddings"]
+    card = (out / "README.md").read_text()
+    assert f"`code2wav.*` and `talker.*` ({len(kept)} tensors) were not trained" in card
+    assert "peculative" not in card
+
+    options = WriteOptions(experts="memory", max_shard_bytes=10**6)
+    assert export_hf(checkpoint, tmp_path / "stacks", options=options).num_files > 2
+    assert "thinker.model.layers.0.mlp.experts.down_proj" in HFFolder(tmp_path / "stacks")
+    import_hf(tmp_path / "stacks", tmp_path / "again")
+    both = open_both(tmp_path / "again", checkpoint)
+    assert not compare_weights(*both).different
 
 
 IMAGE_SIZE = (280, 392)  # width, height: grid 1 x 28 x 20 in the folder's limits

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
@@ -19,8 +18,10 @@ from checkpoint_tools.weights import step_weights
 from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.model_config import model_config
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.loading import local_tensors
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.optimizer import build_updater
@@ -53,7 +54,7 @@ DENSE = {
 }
 QUICK = "TP2 x PP2"  # the one of `make test`: first, as each loads what the one before has saved
 CASES = {QUICK: DENSE[QUICK]} | EXPERTS | DENSE
-MOE = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "internvl_moe")
+MOE = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "internvl_moe", "qwen3_omni_moe")
 IN_FP32 = (".A_log", ".e_score_correction_bias")  # whatever the model's dtype is
 STEP = 7
 FILE = "model.safetensors"
@@ -77,7 +78,7 @@ def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Folder:
             vision_depth=1,
             tied_embeddings=family == "qwen2_vl",
             randomise_norms_and_biases=True,
-            **({"dense_layers": [0]} if family == "qwen3_vl_moe" else {}),
+            **({"dense_layers": [0]} if family in ("qwen3_vl_moe", "qwen3_omni_moe") else {}),
             **({"num_experts": 4} if family == "internvl_moe" else {}),
         )
         if family != "qwen2_vl":
@@ -123,9 +124,12 @@ def load_and_save(sources: dict[Path, Path], ranks: Ranks, target: Path) -> None
     """Models of several HF folders in turn, from their checkpoints, under one layout."""
     mesh = build_mesh(ranks.mesh)
     for folder, checkpoint in sources.items():
-        config = AutoConfig.from_pretrained(folder)
+        config = model_config(folder)
         options = ModelOptions(
-            dtype=config.dtype, sequence=ranks.sequence, freeze_tower=False, freeze_merger=False
+            dtype=config.dtype or torch.bfloat16,
+            sequence=ranks.sequence,
+            freeze_tower=False,
+            freeze_merger=False,
         )
         chunks = build_model(config, mesh, options)
         for chunk in chunks:
@@ -148,12 +152,13 @@ def test_every_byte_comes_back_from_every_layout(
         assert manifest is not None and manifest.has_optimizer
         assert manifest.layout == {**vars(ranks.mesh), "data": manifest.layout["data"]}
         assert export_hf(checkpoint, out).step == STEP
-        before, after = load_file(folder / FILE), load_file(out / FILE)
-        assert before.keys() == after.keys()
+        before, after = load_file(folder / FILE), HFFolder(out)
+        assert before.keys() == set(after)
         for name, tensor in before.items():
             assert after[name].dtype == tensor.dtype, name
             assert torch.equal(after[name], tensor), name
-        # And the file is the one that an import alone gives.
+        # And the files are those that an import alone gives.
         if not (folder / "out").exists():
             export_hf(folder / "checkpoint", folder / "out")
-        assert filecmp.cmp(folder / "out" / FILE, out / FILE, shallow=False)
+        files = sorted(path.name for path in out.glob("*.safetensors"))
+        assert filecmp.cmpfiles(folder / "out", out, files, shallow=False) == (files, [], [])

@@ -122,7 +122,7 @@ def trained(folder: Path, merged: Path, checkpoint: Path, settings: LoRA) -> dic
         "qwen2_5_vl",
         "qwen3_vl_moe",
         *slow("qwen2_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe"),
-        *slow("internvl", "internvl_moe", "minicpmv4_6"),
+        *slow("internvl", "internvl_moe", "minicpmv4_6", "qwen3_omni_moe"),
     ],
 )
 def test_training_starts_from_imported_adapters(

@@ -30,10 +30,12 @@ class Tokens(NamedTuple):
     start: int
     video_start: int
     video_end: int
+    audio: int
+    audio_start: int
 
     @classmethod
     def of(cls, config: Any) -> Self:
-        names = ("vision_start", "video_start", "video_end")
+        names = ("vision_start", "video_start", "video_end", "audio", "audio_start")
         marks = (getattr(config, f"{name}_token_id", -1) for name in names)
         return cls(config.image_token_id, config.video_token_id, *marks)
 
@@ -80,8 +82,11 @@ def sglang_rope_index(
     image_grids: Tensor | None,
     video_grids: Tensor | None,
     seconds_per_grid: Tensor | None,
+    audio_lengths: Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """Positions [3, T] of token_ids [T] and the next position, as a server computes them."""
+    """Positions [3, T] of token_ids [T] and the next position, as a server computes them.
+    audio_lengths: Numbers of log-mel frames of clips.
+    """
     define_torchvision_operators()
     from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
 
@@ -96,6 +101,14 @@ def sglang_rope_index(
             token_ids[None], config, image_grids, video_grids, None
         )
         return positions[:, 0], int(delta) + len(token_ids)
+    own = {}
+    if family == "qwen3_omni_moe":
+        own = {
+            "position_id_per_seconds": tokens_per_second,
+            "audio_token_id": tokens.audio,
+            "audio_start_token_id": tokens.audio_start,
+            "audio_seqlens": audio_lengths,
+        }
     positions, delta = MRotaryEmbedding.get_rope_index(
         spatial_merge_size=merge_size,
         image_token_id=tokens.image,
@@ -107,6 +120,7 @@ def sglang_rope_index(
         image_grid_thw=image_grids,
         video_grid_thw=video_grids,
         # Of others, SGLang's processors give none.
-        second_per_grid_ts=seconds_per_grid if family == "qwen2_5_vl" else None,
+        second_per_grid_ts=seconds_per_grid if own or family == "qwen2_5_vl" else None,
+        **own,
     )
-    return positions[:, 0], int(delta) + len(token_ids)
+    return positions[:, 0].long(), int(delta) + len(token_ids)

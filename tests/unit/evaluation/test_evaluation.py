@@ -167,13 +167,16 @@ def test_nobody_keeps_their_own_images(shown: list[tuple[int, int]], seed: int) 
             assert not row.images or 2 * most > len(others), "it could have got other images"
 
 
-def test_videos_are_exchanged_too() -> None:
+def test_videos_and_audio_are_exchanged_too() -> None:
     videos = [(VideoFile(bytes([i])),) for i in range(4)]
     rows = [replace(row(i, "?", "0", "count", b"x"), videos=videos[i]) for i in range(4)]
     exchanged = exchange_images(rows, 0)
     assert len(exchanged) == 4
     assert sorted(row.videos[0].data for row in exchanged) == [b"\0", b"\1", b"\2", b"\3"]
     assert all(row.videos != videos[row.index] for row in exchanged)
+    heard = exchange_images([replace(x, videos=(), audio=(bytes([x.index]),)) for x in rows], 0)
+    assert sorted(row.audio[0] for row in heard) == [b"\0", b"\1", b"\2", b"\3"]
+    assert all(row.audio != (bytes([row.index]),) for row in heard)
 
 
 def test_a_prompt_that_would_outgrow_all_others_is_left_out() -> None:

@@ -403,8 +403,8 @@ def test_a_prompt_with_videos_is_sent_as_it_was_processed() -> None:
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     image, video = header.pop("media")
-    assert (image["is_video"], image["shape"]) == (False, [1, 2, 2])
-    assert (video["is_video"], video["shape"]) == (True, [2, 4, 2])
+    assert (image["medium"], image["shape"]) == ("image", [1, 2, 2])
+    assert (video["medium"], video["shape"]) == ("video", [2, 4, 2])
     assert header["num_tokens"] == 5 and header["next_position"] == 5
     assert PatchFormat.from_values(header["format"]) == prompts[0].images[0].format
     positions, rest = content[8 + length :][:60], content[8 + length + 60 :]

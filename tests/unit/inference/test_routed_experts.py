@@ -148,9 +148,13 @@ def test_a_model_has_routes_if_it_has_experts(tmp_path: Path) -> None:
         "vocab_size": 384,
     }
     experts = {"num_experts": 8, "moe_intermediate_size": 48, "num_experts_per_tok": 2}
-    values = {"model_type": "qwen3_vl_moe", "text_config": text | experts}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    assert routed_experts_shape(tmp_path) == RoutedExpertsShape(4, 8, 2)
+    part = {"text_config": text | experts}
+    for values in (
+        {"model_type": "qwen3_vl_moe", **part},
+        {"model_type": "qwen3_omni_moe", "thinker_config": part},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        assert routed_experts_shape(tmp_path) == RoutedExpertsShape(4, 8, 2)
     values = {"model_type": "qwen3_vl", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert routed_experts_shape(tmp_path) is None

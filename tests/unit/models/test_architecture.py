@@ -11,7 +11,7 @@ from megavlm.models.common.architecture import interleaved_axes
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.rotary import MultimodalRotary
 from tests.support.families import FAMILIES, build_in_transformers, part, small_config
-from tests.support.releases import RELEASES, released_config
+from tests.support.releases import RELEASES, released_config, released_text
 
 
 def assert_same_angles(config: Any) -> None:
@@ -20,7 +20,8 @@ def assert_same_angles(config: Any) -> None:
     family = part(config.model_type, "config")
     interleaved = family.architecture(config).get("rotary_interleaved", False)
     rotary = MultimodalRotary(family.rotary(config), interleaved=interleaved)
-    embedding = type(build_in_transformers(config).model.language_model.rotary_emb)
+    model = build_in_transformers(config).model
+    embedding = type(getattr(model, "language_model", model).rotary_emb)
     if {*family.rotary(config).axes} == {0}:  # without M-RoPE there is one position
         positions = positions[:1].expand(3, -1)
         cos, sin = embedding(config.text_config)(torch.ones(()), positions[:1])
@@ -47,7 +48,7 @@ def test_released_configurations(release: str, tmp_path: Path) -> None:
     config = released_config(release, tmp_path)
     assert_same_angles(config)
     ours = LanguageConfig(**part(config.model_type, "config").architecture(config))
-    text = RELEASES[release].get("text_config", RELEASES[release])
+    text = released_text(RELEASES[release])
     assert ours.num_layers == text["num_hidden_layers"]
     assert ours.ffn_hidden_size == text.get("intermediate_size", ours.moe_ffn_hidden_size)
     assert ours.num_query_groups == text["num_key_value_heads"]

@@ -5,9 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from megavlm.data.media.audio import ProcessedAudio
 from megavlm.data.packs.trees import Segment, Tree
 from megavlm.models.cost import ModelCost
+from megavlm.models.qwen3_omni.config import count_tokens
 from tests.support.families import (
     FAMILIES,
     build_in_transformers,
@@ -33,7 +36,7 @@ def test_every_family_counts_the_matrices_of_transformers(family: str) -> None:
     blocks = []  # share of the patches that each block gets
     merged_after = getattr(config.vision_config, "insert_layer_id", 2)
     for name, parameter in parameters.items():
-        if "language_model.layers." in name and parameter.dim() > 1:
+        if re.match(r"model\.(language_model\.)?layers\.", name) and parameter.dim() > 1:
             stacked = ".experts." in name  # a token goes through some of the experts
             share = text.num_experts_per_tok / len(parameter) if stacked else 1
             per_token += 2 * share * parameter.numel()
@@ -49,12 +52,39 @@ def test_every_family_counts_the_matrices_of_transformers(family: str) -> None:
         rule = 6 * size[0] * size[1] + 64 * (3 * size[0] + 2 * size[1])
         per_token += linear * text.linear_num_value_heads * rule
     assert (cost.per_token, cost.per_patch) == (per_token, per_patch)
-    last = f"model.language_model.layers.{layers - 1}.self_attn.o_proj.weight"
-    width = parameters[last].size(1)
+    last = f"layers.{layers - 1}.self_attn.o_proj.weight"
+    (width,) = (x.size(1) for name, x in parameters.items() if name.endswith(last))
     assert cost.per_pair == 4 * width * (layers - linear), "scores and sums of attention"
-    width = next(x.size(0) for name, x in parameters.items() if re.search(PROJECTION, name))
+    width = next(
+        x.size(0)
+        for name, x in parameters.items()
+        if re.search(PROJECTION, name) and not name.startswith("audio_tower.")
+    )
     assert len(blocks) == 2
     assert cost.per_patch_pair == 4 * width * sum(share**2 for share in blocks)
+
+
+def test_audio_costs_what_its_tower_multiplies() -> None:
+    """A clip of whole chunks, counted by transformers' own tower."""
+    config = small_config("qwen3_omni_moe")
+    cost = ModelCost.of(entries_of(config), part("qwen3_omni_moe", "config").architecture(config))
+    tower = build_in_transformers(config, "cpu").audio_tower
+    counted, num_frames = 0.0, 4 * 2 * config.audio_config.n_window
+
+    def count(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        nonlocal counted
+        counted += 2 * module.weight[0].numel() * output.numel()
+
+    for name, module in tower.named_modules():
+        is_merger = name in ("proj1", "proj2")
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d) and not is_merger:
+            module.register_forward_hook(count)
+    frames = torch.randn(config.audio_config.num_mel_bins, num_frames)
+    with torch.no_grad():
+        tower(frames, feature_lens=torch.tensor([num_frames]))
+    num_tokens = count_tokens(num_frames, 2 * config.audio_config.n_window)
+    clip = ProcessedAudio("clip", frames.t(), image("any", 4).format, length=num_tokens)
+    assert cost.item(clip) == pytest.approx(counted, rel=0.1)  # chunks end within a token
 
 
 def of(tree: Tree, images: Any) -> float:

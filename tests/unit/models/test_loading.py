@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from megavlm.demo.tiny_model import make_tiny_model
+from megavlm.model_config import model_config
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
@@ -50,7 +51,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_mapping(folder: Path) -> list[Entry]:
-    return entries_of(AutoConfig.from_pretrained(folder))
+    return entries_of(model_config(folder))
 
 
 def rewrite(folder: Path, **changes: Tensor | None) -> None:
@@ -66,7 +67,8 @@ def test_memory_and_files_give_the_same_tensors(family: str, tmp_path: Path) -> 
     make(tmp_path, family)
     from transformers import AutoModelForImageTextToText
 
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    config = model_config(tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, config=config)
     entries = read_mapping(tmp_path)
     files = HubTensors(entries, HFFolder(tmp_path))
     memory = HubTensors(entries, model.state_dict(), MEMORY)

@@ -157,4 +157,6 @@ def test_names_are_those_that_transformers_writes(family: str, tmp_path: Path) -
     build_in_transformers(config, "cpu").save_pretrained(tmp_path, save_original_format=original)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         written = {name for entry in entries_of(config) for name in written_shapes(entry, HUB)}
-        assert written == set(file.keys())
+        # The files of some families hold the model as a part of another, with a prefix.
+        prefix = "thinker." if config.model_type == "qwen3_omni_moe" else ""
+        assert written == {f"{prefix}{name}" for name in file.keys()}

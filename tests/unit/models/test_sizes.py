@@ -71,6 +71,7 @@ CLUSTERS = {
         Layout(tensor=4, pipeline=8, context=2, expert=8), 512, UNEVEN
     ),
     "MiniCPM-V-4.6": Cluster(Layout(tensor=2), 8),
+    "Qwen3-Omni-30B-A3B": Cluster(Layout(tensor=2, expert=8), 8),
 }
 
 

@@ -242,21 +242,28 @@ def test_text_config_is_read_where_it_is(write_recipe: WriteRecipe, tmp_path: Pa
     write_recipe()
     path = tmp_path / "model" / "config.json"
     flat = json.loads(path.read_text())
-    nested = {"model_type": flat.pop("model_type"), "text_config": flat}
-    path.write_text(json.dumps(nested))
-    check_model(write_recipe())
-    for name in ("vocab_size", "num_hidden_layers", "num_key_value_heads"):
-        text = {key: value for key, value in flat.items() if key != name}
-        path.write_text(json.dumps(nested | {"text_config": text}))
-        assert f"config.json has no {name}: give a complete" in refused(
-            write_recipe(), by=check_model
-        )
+    model_type = {"model_type": flat.pop("model_type")}
+    for within in (lambda values: values, lambda values: {"thinker_config": values}):
+        path.write_text(json.dumps(model_type | within({"text_config": flat})))
+        check_model(write_recipe())
+        for name in ("vocab_size", "num_hidden_layers", "num_key_value_heads"):
+            text = {key: value for key, value in flat.items() if key != name}
+            path.write_text(json.dumps(model_type | within({"text_config": text})))
+            assert f"config.json has no {name}: give a complete" in refused(
+                write_recipe(), by=check_model
+            )
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """A config.json's values, with the model_type of the folder where it holds several models."""
+    values: dict[str, Any] = config.to_dict() | {"model_type": config.model_type}
+    return values
 
 
 def family_sizes(config: Any) -> dict[str, Any]:
     """What a family's `architecture` says of the sizes that preflight reads from config.json."""
     architecture = part(config.model_type, "config").architecture(config)
-    names = language_sizes(config.to_dict(), Path("model"))
+    names = language_sizes(values_of(config), Path("model"))
     experts = {"num_moe_experts"} & architecture.keys()
     return {name: architecture[name] for name in {*names, *experts}}
 
@@ -264,7 +271,7 @@ def family_sizes(config: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes_are_those_of_a_family_s_own_architecture(family: str) -> None:
     config = small_config(family)
-    assert language_sizes(config.to_dict(), Path("model")) == family_sizes(config)
+    assert language_sizes(values_of(config), Path("model")) == family_sizes(config)
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -46,7 +46,10 @@ def test_chat_with_parts() -> None:
     [
         ([{"role": "robot", "content": "x"}], "message 0 has the role 'robot'"),
         ([{"role": "user", "content": 3}], "message 0 has the content 3"),
-        ([{"role": "user", "content": [{"type": "sound"}]}], "its type must be text, image or"),
+        (
+            [{"role": "user", "content": [{"type": "sound"}]}],
+            "its type must be text, image, video or",
+        ),
         ([{"role": "assistant", "content": "x"}], "none by the user"),
         (["x"], "message 0 is 'x'"),
     ],
@@ -157,8 +160,7 @@ def test_a_part_holds_its_image_where_no_column_is_named(
         ([{"type": "image", "index": 1}], "index=1; images are taken in order"),
         ([{"type": "image", "image": ""}], "an image has neither bytes nor a path"),
         ([{"type": "text", "text": "x", "image": "a.png"}], "type text with the key 'image'"),
-        ([{"type": "text"}], "its type must be text, image or video"),
-        ([{"type": "input_audio", "input_audio": {}}], "its type must be text, image or video"),
+        ([{"type": "text"}], "its type must be text, image, video or audio"),
         ([{"type": "video_url", "video_url": {"url": "a.mp4"}}], "no video at .*a.mp4"),
         ([{"type": "video", "video": "a.mp4"}], "no video at .*a.mp4"),
         ([{"type": "video", "video": ["a.png", "a.png"]}], "a video's fps is None"),

@@ -158,7 +158,7 @@ def test_sft_learns_an_answer_in_a_column_of_messages_and_nothing_before(
         (
             {**EXPLICIT, "rejected": [{"role": "assistant", "content": [{"type": "image"}]}]},
             {},
-            "column 'rejected': message 0 is the answer, but it has an image or a video",
+            "column 'rejected': message 0 is the answer, but it has an image, a video or audio",
         ),
     ],
 )

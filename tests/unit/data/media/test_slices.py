@@ -102,7 +102,7 @@ def test_a_row_knows_its_length_before_its_images_are_decoded(folder: Path) -> N
 
 
 def test_parts_of_an_image(prompt: Prompt) -> None:
-    shown = [item for item in prompt.images if not item.is_video]
+    shown = [item for item in prompt.images if item.medium == "image"]
     for item, (size, (rows, columns)) in zip(shown, SIZES, strict=True):
         assert item.shown_size == size
         first, *others = item.grids
@@ -133,20 +133,20 @@ def test_servers_are_sent_each_part(folder: Path, prompt: Prompt) -> None:
     _, header, _, *frames = processed_media(prompt)
     media = json.loads(bytes(header))["media"]
     assert len({medium["hash"] for medium in media}) == len(media) == len(frames)
-    lines: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    lines: dict[str, list[torch.Tensor]] = {"image": [], "video": []}
     for medium, frame in zip(media, frames, strict=True):
         pixels = torch.frombuffer(bytearray(frame), dtype=torch.uint8).view(*medium["shape"], 3)
         for each in prompt.images[0].format.normalised(pixels):
             patches, (height, width) = patch_lines(each, 14)
             assert patches.shape == (3, 14, int(height * width) * 14)
-            lines[medium["is_video"]].append(patches)
+            lines[medium["medium"]].append(patches)
     expected = theirs(folder, mixed())
-    assert torch.equal(torch.cat(lines[False], -1)[None], expected["pixel_values"])
-    assert torch.equal(torch.cat(lines[True], -1)[None], expected["pixel_values_videos"])
+    assert torch.equal(torch.cat(lines["image"], -1)[None], expected["pixel_values"])
+    assert torch.equal(torch.cat(lines["video"], -1)[None], expected["pixel_values_videos"])
 
 
 def test_slices_reach_other_ranks(prompt: Prompt) -> None:
-    images = {item.key: item for item in prompt.images if not item.is_video}
+    images = {item.key: item for item in prompt.images if item.medium == "image"}
     read = sources_from_bytes(sources_to_bytes(images))
     for key, item in images.items():
         other = read[key]

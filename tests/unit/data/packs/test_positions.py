@@ -137,7 +137,7 @@ def test_equals_the_server(family: str) -> None:
             family,
             mix.merge_size,
             mix.tokens_per_second,
-            Tokens(IMAGE, VIDEO, START, BEGIN, END),
+            Tokens(IMAGE, VIDEO, START, BEGIN, END, -1, -1),
             mix.token_ids,
             torch.tensor(mix.images) if mix.images else None,
             torch.tensor(mix.videos) if mix.videos else None,
