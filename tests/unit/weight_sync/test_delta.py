@@ -3,25 +3,41 @@
 import pytest
 import torch
 
-from megavlm.weight_sync.delta import apply, encode, from_bits, to_bits, to_gaps, to_positions
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
-@pytest.mark.parametrize(
-    ("share", "form"),
-    [(0.0, "gaps"), (1e-4, "gaps"), (0.03, "gaps"), (0.3, "bits"), (1.0, "whole")],
+from megavlm.inference.server_support import megavlm_delta
+from megavlm.inference.server_support.megavlm_delta import (
+    encode,
+    from_bits,
+    restore,
+    to_bits,
+    to_gaps,
+    to_positions,
+    write,
 )
-def test_a_delta_restores_the_new_numbers(dtype: torch.dtype, share: float, form: str) -> None:
+
+
+@pytest.mark.parametrize(
+    ("share", "form"), [(0.0, "gaps"), (1e-4, "gaps"), (0.03, "gaps"), (0.3, "bits"), (1, "whole")]
+)
+def test_a_delta_restores_the_new_bytes(
+    share: float, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several segments, the last of odd size, and of a rest that was not compared."""
+    monkeypatch.setattr(megavlm_delta, "SEGMENT", 30_001)
     generator = torch.Generator().manual_seed(1)
-    old = torch.randint(0, 100, (100_003,), generator=generator).to(dtype)
-    new = old + (torch.rand(len(old), generator=generator) < share).to(dtype)
-    delta, held = encode(new, old), old.clone()
-    apply(delta, held)
-    assert torch.equal(held, new)
-    assert delta.form == form and delta.nbytes <= new.nbytes
-    count = int((new != old).sum())
-    if form == "gaps":  # a byte each, and one for every 255 numbers at most
-        assert delta.nbytes <= count * (1 + old.itemsize) + len(old) // 255 + 1
+    base = torch.randint(-100, 100, (100_003,), generator=generator).to(torch.int16)
+    new = base + (torch.rand(len(base), generator=generator) < share).to(torch.int16)
+    rest = torch.arange(7, dtype=torch.uint8)
+    bucket = torch.cat([new.view(torch.uint8), rest])
+    written = torch.full_like(bucket, 77)
+    parts, changed = write(bucket, base, written)
+    held = torch.cat([base.view(torch.uint8), torch.zeros(7, dtype=torch.uint8)])
+    size = sum(part.nbytes for part in parts)
+    restore(parts, written[:size].clone(), held)
+    assert torch.equal(held, bucket)
+    assert [part.form for part in parts] == [form] * 4 + ["whole"] and size <= len(bucket)
+    assert changed == int((new != base).sum())
+    if form == "gaps":  # a byte each, one for every 255 numbers at most, and padding
+        assert size <= 3 * changed + len(base) // 255 + 1 + 2 * 4 + len(rest)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +65,6 @@ def test_bits_of_a_length_that_is_no_multiple_of_eight() -> None:
 
 def test_numbers_are_compared_as_bits() -> None:
     """A NaN that stays is no change, and a zero whose sign changes is one."""
-    old = torch.tensor([float("nan"), 0.0, 1.0]).bfloat16()
-    new = torch.tensor([float("nan"), -0.0, 1.0]).bfloat16()
-    delta, held = encode(new.view(torch.int16), old.view(torch.int16)), old.clone()
-    apply(delta, held.view(torch.int16))
-    assert len(delta.values) == 1 and torch.equal(held.view(torch.int16), new.view(torch.int16))
+    old = torch.tensor([float("nan"), 0.0, 1.0]).bfloat16().view(torch.int16)
+    new = torch.tensor([float("nan"), -0.0, 1.0]).bfloat16().view(torch.int16)
+    assert encode(new, old).changed == 1
