@@ -50,7 +50,8 @@ class BucketTransport:
         attempt, rank = sending.attempt, dist.get_rank()
         schedule = self._schedule(sending)
         mine = [x for x in schedule.streams if rank in (x.holder, x.sender)]
-        base = self._last.begin(schedule, attempt.rendezvous)
+        delta = sending.settings.delta
+        base = self._last.begin(schedule, attempt.rendezvous) if delta else None
         work: Future[Packed] = Future()
         requests: Requests = {}
         error, is_own, lost = None, False, dict[str, str]()
@@ -60,8 +61,8 @@ class BucketTransport:
             if sending.servers is not None:
                 requests = self._requests.send(sending, schedule, base)
             if mine:
-                settings, last = sending.settings, self._last if sending.settings.delta else None
-                packer = Packer(sending.shards, settings.dtype, last, base)
+                last = self._last if delta else None
+                packer = Packer(sending.shards, sending.settings.dtype, last, base)
                 work = _in_thread(lambda: self._send(sending, schedule, packer))
             else:
                 work.set_result(Packed())
