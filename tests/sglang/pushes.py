@@ -117,7 +117,7 @@ def update(
         trained = [p.data for chunk in chunks for p in chunk.parameters() if p.requires_grad]
         own = [tensor.clone() for tensor in trained]
         for tensor in trained:
-            tensor.view(-1)[::997] += 0.5
+            tensor.view(-1)[::997] *= -1  # which keeps the scales of blocks
         for earlier in (version - 2, version - 1):
             sync.update_weights(earlier)
         for tensor, mine in zip(trained, own, strict=True):
