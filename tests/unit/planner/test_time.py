@@ -105,7 +105,7 @@ def test_changes_save_bytes_on_a_slow_network(tmp_path: Path) -> None:
         ]
         for set_up in (SEVEN, replace(SEVEN, overrides=("rollout.sync_delta=true",)))
     )
-    assert deltas[0] < 0.1 * plain[0] and deltas[1] > plain[1]
+    assert deltas[0] < 0.15 * plain[0] and deltas[1] > plain[1]
 
 
 def test_servers_get_weights_from_ranks_of_their_node(tmp_path: Path) -> None:
