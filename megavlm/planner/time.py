@@ -41,7 +41,7 @@ from megavlm.weight_sync.transports.disk import BUCKET
 from megavlm.weight_sync.update import GPU_PORTION
 
 # Assumed share of a sync's bytes with `rollout.sync_delta`, after a step of Adam at a learning rate
-# of 1e-6. tests/benchmarks/RESULTS.md has 2 % with random gradients.
+# of 1e-6. tests/benchmarks/RESULTS.md has 2 to 6 % with random gradients.
 DELTA_SHARE = 0.06
 DELTA_COPIES = 8  # further passes over all bytes: written for the comparison, compared, restored
 COPIES = 8  # passes over a weight's bytes in a sync, on both sides, besides the transfer
