@@ -40,6 +40,10 @@ from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports.disk import BUCKET
 from megavlm.weight_sync.update import GPU_PORTION
 
+# Assumed share of a sync's bytes with `rollout.sync_delta`, after a step of Adam at a learning rate
+# of 1e-6. tests/benchmarks/RESULTS.md has 2 to 6 % with random gradients.
+DELTA_SHARE = 0.06
+DELTA_COPIES = 8  # further passes over all bytes: written for the comparison, compared, restored
 COPIES = 8  # passes over a weight's bytes in a sync, on both sides, besides the transfer
 
 
@@ -343,19 +347,23 @@ class StepModel:
     def _sync(self) -> float:
         """Return the seconds to send the changed tensors, and to verify them."""
         rollout, rates = self._config.rollout, self.rates
+        share = DELTA_SHARE if rollout.sync_delta else 1.0
         if rollout.colocate:
             # Each rank sends its share to the servers of its node. What no rank of the node has
             # comes once over the network, a part to each GPU.
             missing = self._pushed_bytes * (1 - self._share_on_node()) / NODE
-            seconds = missing / rates.network + self.received / rates.nvlink
+            seconds = missing * share / rates.network + self.received * share / rates.nvlink
         else:
             link = rates.nvlink if rollout.mode == "managed" else rates.network
-            seconds = max(self.received, self.sent) / link
+            seconds = max(self.received, self.sent) * share / link
         seconds += self.sync_rounds * rates.sync_round
         if not TRANSPORT_TRAITS[rollout.sync].needs_loader:
             return seconds + self.sent / rates.nvlink  # gathered first
         # Packed, hashed and copied into place; then packed and hashed again.
-        return seconds + COPIES * self.received / rates.memory
+        seconds += COPIES * self.received / rates.memory
+        if rollout.sync_delta:  # what was sent last comes from the host, and goes back anew
+            seconds += DELTA_COPIES * self.received / rates.memory + 2 * self.sent / rates.host
+        return seconds
 
     def _share_on_node(self) -> float:
         """Return the share of the model that the ranks of one node hold together."""

@@ -136,6 +136,7 @@ class SyncCoordinator:
         attempt, version = sending.attempt, sending.attempt.version
         checked = self._transport.complete(sending, reports)
         num_bytes = sum(report.bytes for report in reports)
+        compared = sum(report.compared for report in reports)
         if self._adapter_config is not None:
             name = adapter_name(version)
             num_bytes += load_adapter(servers, name, self._adapter_config, adapters)
@@ -154,6 +155,7 @@ class SyncCoordinator:
             tensors=sum(report.tensors for report in reports) + len(adapters),
             checked=checked,
             servers=len(servers.live),
+            density=sum(x.changed for x in reports) / compared if compared else 1.0,
         )
 
     def _resume(self, servers: Servers, *, everyone: bool) -> None:

@@ -109,6 +109,7 @@ class WeightSync:
             timeout=config.rollout.request_timeout,
             bucket_bytes=GPU_PORTION if platform.has_gpu() else CPU_PORTION,
             fp8=config.rollout.quantization == "fp8",
+            delta=config.rollout.sync_delta,
         )
         return cls(
             SyncPlan(entries, trainer, changed),

@@ -25,7 +25,8 @@ class SyncSettings:
     request to a server, and for a bucket. bucket_bytes: Bytes that a rank of a server receives, and
     a rank of the trainer sends, in one bucket; each holds two buckets. The transport through files
     gathers as many on a rank. fp8: True if the weights of language layers are sent in block FP8,
-    quantised from `dtype`.
+    quantised from `dtype`. delta: True if only the numbers that
+    have changed are sent to servers that have the others.
     """
 
     dtype: torch.dtype
@@ -40,6 +41,7 @@ class SyncSettings:
     timeout: float = 300.0
     bucket_bytes: int = CPU_PORTION
     fp8: bool = False
+    delta: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,10 @@ class SendReport:
     """What one rank has sent in an attempt.
 
     bytes, tensors: Bytes and HF tensors that were sent. sums: Checksums, as the transport compares
-    them with the servers'. lost: Reasons, by URL, of the
-    servers that failed. error: Why the rank stopped; None if it sent everything. is_own_fault: True
-    if no server caused the error.
+    them with the servers'. lost: Reasons, by URL, of the servers that failed. error: Why the rank
+    stopped; None if it sent everything. is_own_fault: True if no server caused the error. changed,
+    compared: How many numbers of two bytes have changed since the last update, of how many; 0 of 0
+    if whole buckets were sent.
     """
 
     bytes: int
@@ -80,6 +83,8 @@ class SendReport:
     lost: Mapping[str, str]
     error: str | None
     is_own_fault: bool
+    changed: int = 0
+    compared: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,8 @@ class SyncReport:
 
     bytes: Bytes of tensors that the servers received, all together. tensors: Number of HF tensors.
     checked: Number of tensors that were verified, over all ranks of all servers. servers: Number of
-    servers that have the version now.
+    servers that have the version now. density: Share of the numbers of two bytes that have changed
+    since the last update; 1 if whole buckets were sent.
     """
 
     seconds: float
@@ -96,6 +102,7 @@ class SyncReport:
     tensors: int
     checked: int
     servers: int
+    density: float = 1.0
 
 
 def sync_metrics(reports: Sequence[SyncReport]) -> dict[str, float]:
@@ -108,4 +115,5 @@ def sync_metrics(reports: Sequence[SyncReport]) -> dict[str, float]:
         "sync_tensors": float(sum(report.tensors for report in reports)),
         "sync_checked": float(sum(report.checked for report in reports)),
         "sync_servers": float(reports[-1].servers),
+        "sync_density": sum(report.density for report in reports) / len(reports),
     }

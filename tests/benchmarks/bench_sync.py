@@ -6,7 +6,8 @@ adapters as such; by each transport. `least`: what the ranks of the server store
 Seconds are medians of three, and mean little across machines; most of them are the server's, which
 loads and hashes on the trainer's cores.
 
-`bench_buckets`: seconds against the number of buckets.
+`bench_deltas`: whole weights and changes of them. `bench_buckets`: seconds against the number of
+buckets.
 """
 
 import statistics
@@ -35,7 +36,7 @@ from megavlm.weight_sync.transports.base import Transport
 from megavlm.weight_sync.transports.disk import DiskTransport
 from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
-from megavlm.weight_sync.update import SyncSettings
+from megavlm.weight_sync.update import SyncReport, SyncSettings
 from tests.benchmarks.bench_model import SIZES
 from tests.fakes.engine import GlooEngine
 from tests.fakes.receivers import FixedReceivers
@@ -136,6 +137,60 @@ def timed(sync: WeightSync, *, full: bool = False) -> tuple[int, float]:
     """Bytes that all ranks of the server received (of files: once), and seconds."""
     reports = [sync.update_weights(version, full=full) for version in range(1 + REPEATS)][1:]
     return reports[0].bytes, statistics.median(report.seconds for report in reports)
+
+
+def bench_deltas(tmp_path: Path) -> None:
+    """Changes beside whole weights in one run, after steps of Adam at a learning rate of 1e-6, in
+    bfloat16 to a server of two ranks.
+    """
+    folder = tmp_path / "model"
+    make_tiny_model(folder, [QUESTION] * 10, seed=0, family="qwen2_5_vl", **SIZES["0.3B"])
+    options = ServerOptions(folder, dtype="bfloat16", device="cpu", tensor_parallel=2)
+    server = ManagedServer(options, log_path=tmp_path / "server.log", start_timeout=900.0)
+    with server:
+        keys = {"api_key": server.api_key, "admin_key": server.admin_key}
+        receiver = Receiver(server.url, 2, "cpu", False, **keys, node=0)
+        for kind in ("tensor", "distributed"):
+            reports, _ = launch(2, deltas, folder, receiver, kind, timeout=1800)
+            print(f"\n{kind}")
+            for report in reports:
+                print(
+                    f"  {report.bytes / 1e6:7.1f} MB {report.seconds:5.2f} s, density "
+                    f"{report.density:.4f}",
+                    flush=True,
+                )
+
+
+def deltas(folder: Path, receiver: Receiver, kind: str) -> list[SyncReport]:
+    """On each rank: the reports of three updates with whole weights, and of three with changes."""
+    config, options = AutoConfig.from_pretrained(folder), ModelOptions(dtype=torch.bfloat16)
+    mesh, entries, chunks = build(folder, config, Ranks(Layout(tensor=2)), options)
+    trainer = TrainerRanks.of(config, mesh.layout, mesh.world_size, options)
+    plan = SyncPlan(entries, trainer, trained_entries(entries, options, None))
+    heads = config.text_config.num_key_value_heads
+    trained = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
+    main = [p.detach().float().requires_grad_() for p in trained]
+    adam = torch.optim.Adam(main, lr=1e-6, betas=(0.9, 0.95))
+    generator, reports = torch.Generator().manual_seed(0), []
+    for delta in (False, True):
+        sync = WeightSync(
+            plan,
+            chunks,
+            transport(kind, folder),
+            SyncSettings(torch.bfloat16, num_kv_heads=heads, delta=delta),
+            receivers=FixedReceivers([receiver]) if mesh.is_driver else None,
+            group=mesh.objects,
+        )
+        for version in range(1 + REPEATS):
+            for own in main:
+                own.grad = torch.randn(own.shape, generator=generator)
+            adam.step()
+            for own, p in zip(main, trained, strict=True):
+                p.data.copy_(own.data)
+            report = sync.update_weights(version)
+            reports += [report] if version else []
+        sync.close()
+    return reports
 
 
 def bench_buckets(tmp_path: Path) -> None:

@@ -145,12 +145,12 @@ def test_pushed_weights_are_those_of_sglangs_loader(
     with forked(ManagedServer(options, log_path=tmp_path / "server.log")) as server:
         served = Served(folder, Processor(folder, DATA, family_of(folder)), server, ranks)
         receiver = replace(served.receiver, needs_all=True)  # it has started without weights
-        trainer = Trainer(folder, layout, fp8=True)
-        launch(2, push, [receiver], kind, trainer, tmp_path / "scratch", 1)
+        trainer = Trainer(folder, layout, fp8=True, delta=ranks == 2)
+        launch(2, push, [receiver], kind, trainer, tmp_path / "scratch", 3)
         pushed = sums(served)
         if family == "qwen2_5_vl":
             reference = Reference(rounded(folder, tmp_path / "rounded"))
-            after = differences(served, reference, 1, seed=0)
+            after = differences(served, reference, 3, seed=0)
             assert max(after.values()) < 0.2, after  # the server computes in bfloat16
 
         other = changed(folder, tmp_path / "other", tower=True, seed=5)

@@ -49,11 +49,12 @@ WITH_ADAPTERS = {
     "lora_backend": "torch_native",
 }
 DRAFTS = ", with drafts"
+DELTA = ", changes"
 
 
 class Case(NamedTuple):
     """`ranks`: of the server. mode: "refit" sends everything, as to a restarted server; the others
-    say what is trained.
+    say what is trained, and with DELTA, that changes of other weights are sent.
     """
 
     family: str
@@ -69,18 +70,22 @@ SUBSET = [
     Case("qwen2_5_vl", 2, "TP2xPP2", "tensor", "tower"),
     Case("qwen2_5_vl", 2, "CP2", "distributed", "frozen tower"),
     Case("qwen2_5_vl", 2, "one rank", "tensor", "lora"),
+    Case("qwen2_5_vl", 2, "TP2xPP2", "distributed", "tower" + DELTA),
     Case("qwen2_5_vl", 2, "PP2", "disk", "refit"),
     Case("qwen2_5_vl", 2, "TP2xPP2", "disk", "adapter"),
     Case("qwen3_vl", 2, "PP2", "tensor", "tower"),
     Case("qwen3_vl", 2, "TP2xPP2", "distributed", "refit"),
     Case("qwen3_vl", 2, "CP2", "disk", "frozen tower"),
     Case("qwen3_vl", 2, "TP2", "tensor", "lora"),
+    Case("qwen3_vl", 2, "TP2", "distributed", "lora" + DELTA),
     Case("qwen3_vl", 2, "one rank", "tensor", "adapter"),
     Case("qwen3_vl_moe", 2, "EP2", "tensor", "tower"),
     Case("qwen3_vl_moe", 2, "EP2xPP2", "distributed", "frozen tower"),
+    Case("qwen3_vl_moe", 2, "EP2xPP2", "distributed", "frozen tower" + DELTA),
     Case("qwen3_vl_moe", 2, "EP2xPP2", "tensor", "adapter"),
     Case("qwen3_5", 2, "TP2xPP2", "tensor", "tower"),
     Case("qwen3_5", 2, "CP2", "distributed", "refit"),
+    Case("qwen3_5", 2, "TP2xPP2", "tensor", "tower" + DELTA),
     Case("qwen3_5", 2, "PP2", "disk", "frozen tower"),
     Case("qwen3_5", 2, "TP2", "tensor", "lora"),
     Case("qwen3_5", 2, "TP2xPP2", "tensor", "adapter"),
@@ -189,13 +194,14 @@ def test_push(case: Case, server: Callable[[str, int], Served], tmp_path: Path) 
     drawn = SamplingParams(0.8, 8, suppressed_ids=tuple(served.processor.suppressed_ids))
     generate(served.client, questions, n=1, sampling_params=drawn, weight_version="start")
 
+    delta, case = case.mode.endswith(DELTA), case._replace(mode=case.mode.removesuffix(DELTA))
     trains_tower, refit = case.mode == "tower", case.mode == "refit"
     weights = served.folder
     if case.mode not in ADAPTED:
         weights = tmp_path / "weights"
         changed(served.folder, weights, tower=trains_tower or refit, seed=21)
     targets = TARGETS.get(case.family, DENSE) if case.mode in ADAPTED else ()
-    trainer = Trainer(weights, case.layout, not trains_tower, targets=targets)
+    trainer = Trainer(weights, case.layout, not trains_tower, targets=targets, delta=delta)
     way = (case.transport, trainer, tmp_path / "scratch", 7, questions, drawn)
     how = (refit, case.mode == "adapter")
     results = launch(trainer.ranks.world_size, push_and_compare, served, *way, *how)

@@ -11,6 +11,8 @@ the trainer's store, `timeout` in seconds for each bucket, `attempt`, the prefix
 keys, and `answer`, the key of this rank's answer. `streams` has for each sender the key of its
 stream and this rank's place among the stream's readers; `group`, if weights come over the network,
 [name, rank, size, backend, ranks of the senders], and otherwise they are in the senders' memory.
+`base` is the attempt whose weights this rank must have if buckets come as changes of them, which
+`megavlm_delta` restores, and otherwise null; the sender's keys then have [bytes, parts] of each.
 `plan` is the digest of the plan, and `content` the plan itself if this process may not have it:
 `names`, [name, shape, dtype, whole] of each parameter; `full`, true if it has all parameters;
 `rounds`; `streams`, for each sender a list of buckets, which are lists of pieces [place in names,
@@ -38,10 +40,12 @@ GRACE = 5.0  # seconds for a thread to end after its group was left
 WORDS = 2**21  # words of a checksum that are multiplied at a time, 16 MiB
 Piece = tuple[int, int | None, int, int, int]
 Task = dict[str, Any]
-Load = Callable[[int, int, torch.Tensor], None]  # of a stream's bucket
+# Of a stream's bucket. The last argument has the parts of its changes; None: the bucket is whole.
+Load = Callable[[int, int, torch.Tensor, Any], None]
 
 _plans: dict[str, Any] = {}  # by digest: one of what training changes, and one of everything
 _groups: dict[str, dist.ProcessGroup] = {}
+_loaded: list[str] = []  # the attempt whose weights this process has; empty while it loads others
 # Connections to the trainer's store, by address and use. Waiting blocks a connection for all its
 # users, so each use has its own. They are kept for the run, because torch resolves names for each
 # new one.
@@ -145,6 +149,13 @@ def wait_for(store: dist.Store, keys: Sequence[str], fault: str, timeout: float)
             raise RuntimeError(f"nothing came for {timeout:g} s")
 
 
+def take(store: dist.Store, key: str) -> str:
+    """Return the value of a key once it is set, and remove it."""
+    value: str = store.get(key).decode()
+    store.delete_key(key)
+    return value
+
+
 def leave(group: dist.ProcessGroup) -> None:
     """Leave a process group, which ends what its ranks wait for."""
     with suppress(RuntimeError):
@@ -211,6 +222,8 @@ def _receive(model: Any, task: Task, inference: bool, answers: list[dict[str, An
         if device.type == "cuda":  # a new thread starts with the first GPU
             torch.cuda.set_device(device)
         plan = _plan(task)
+        assert task["base"] in (None, *_loaded), "this process has not loaded the update before"
+        _loaded.clear()
         store = _connect(task, "waits")
         with torch.no_grad(), torch.inference_mode(inference):
             update = _Update(model, plan, device)
@@ -218,6 +231,7 @@ def _receive(model: Any, task: Task, inference: bool, answers: list[dict[str, An
             receiver(task, plan, store, device, update.load)
             update.finish()
             answers.append({"sums": update.sums()})
+            _loaded.append(task["attempt"])
     except (AssertionError, KeyError, OSError, RuntimeError, ValueError) as error:
         text = str(error) if isinstance(error, (AssertionError, OSError)) else repr(error)
         answers.append({"error": text})
@@ -274,10 +288,12 @@ class _Update:
             if name in self._copies:
                 self._copies[name].data.zero_()
 
-    def load(self, stream: int, number: int, buffer: torch.Tensor) -> None:
-        """Load bucket `number` of a stream."""
+    def load(self, stream: int, number: int, buffer: torch.Tensor, changes: Any) -> None:
+        """Load bucket `number` of a stream. changes: See `Load`."""
         pieces = self._plan["streams"][stream][number]
         places = [self._place(piece) for piece in pieces]
+        if changes is not None:
+            buffer = _restored(places, buffer, changes)
         parts = _views(buffer, [x.shape for x in places], [x.dtype for x in places])
         _copy(places, parts)
         for piece, part in zip(pieces, parts, strict=True):
@@ -346,7 +362,10 @@ def _from_memory(
     for number in range(plan["rounds"]):
         for stream, (key, place) in enumerate(task["streams"]):
             wait_for(store, [f"{key}/ready/{number}"], fault, limit)
-            load(stream, number, buffers[stream][number % 2])
+            changes = None
+            if task["base"]:
+                _, changes = json.loads(store.get(f"{key}/ready/{number}"))
+            load(stream, number, buffers[stream][number % 2], changes)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             store.set(f"{key}/read/{number}/{place}", "")
@@ -402,14 +421,19 @@ def _by_network(task: Task, plan: Any, store: dist.Store, device: torch.device, 
         for of_stream in sizes
     ]
 
+    changes: dict[tuple[int, int], Any] = {}  # by stream and number
+
     def post(number: int) -> list[Any]:
-        return exchange(
-            dist.P2POp(
-                dist.irecv, flat[number % 2][: of_stream[number]], group=group, group_peer=at
-            )
-            for flat, of_stream, at in zip(flats, sizes, senders, strict=True)
-            if of_stream[number]
-        )
+        operations = []
+        for stream, (flat, of_stream, at) in enumerate(zip(flats, sizes, senders, strict=True)):
+            size, key = of_stream[number], f"{task['streams'][stream][0]}/changes/{number}"
+            if task["base"]:
+                wait_for(store, [key], task["attempt"] + "/fault", task["timeout"])
+                size, changes[stream, number] = json.loads(take(store, key))
+            if size:
+                part = flat[number % 2][:size]
+                operations.append(dist.P2POp(dist.irecv, part, group=group, group_peer=at))
+        return exchange(operations)
 
     works = post(0) if plan["rounds"] else []
     for number in range(plan["rounds"]):
@@ -417,7 +441,7 @@ def _by_network(task: Task, plan: Any, store: dist.Store, device: torch.device, 
             work.wait()
         works = post(number + 1) if number + 1 < plan["rounds"] else []
         for stream, flat in enumerate(flats):
-            load(stream, number, flat[number % 2])
+            load(stream, number, flat[number % 2], changes.pop((stream, number), None))
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -456,6 +480,20 @@ def _views(
         views.append(buffer[start:end].view(dtype).view(*shape))
         start = end
     return views
+
+
+def _restored(
+    places: Sequence[torch.Tensor], written: torch.Tensor, changes: Sequence[Any]
+) -> torch.Tensor:
+    """Return a bucket from its changes and from what the parameters have."""
+    # Here, because this module must be importable without megavlm.
+    from megavlm.inference.server_support.megavlm_delta import Part, restore
+
+    size = sum(place.nbytes for place in places)
+    bucket = torch.empty(size, dtype=torch.uint8, device=written.device)
+    pack(places, bucket, [place.dtype for place in places])
+    restore([Part(*part) for part in changes], written, bucket)
+    return bucket
 
 
 def _copy(to: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:

@@ -5,29 +5,25 @@ sending rank and every rank of the servers follows the schedule, and they talk t
 any of them that fails sets `fault`, and all others give up.
 """
 
+import secrets
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megavlm.inference.server_support.megavlm_weights import POLL, checksum, pack
+from megavlm.inference.server_support.megavlm_weights import POLL
 from megavlm.parallel import platform
-from megavlm.weight_sync import block_fp8
-from megavlm.weight_sync.gather import LocalShard
-from megavlm.weight_sync.schedule import Piece, Server, SyncSchedule, make_schedule
+from megavlm.weight_sync.schedule import Server, SyncSchedule, make_schedule
 from megavlm.weight_sync.server_api import Servers
 from megavlm.weight_sync.transports.base import Sending
+from megavlm.weight_sync.transports.packer import LastSent, Packed, Packer
 from megavlm.weight_sync.transports.server_requests import KEPT, Requests, ServerRequests
 from megavlm.weight_sync.transports.store import Fault, Rendezvous, StoreClient
 from megavlm.weight_sync.update import SendReport, SyncAttempt
-
-Sums = dict[int, list[list[int]]]  # the checksums of all buckets by stream
 
 
 class BucketTransport:
@@ -35,7 +31,8 @@ class BucketTransport:
 
     def __init__(self, *, timeout: float = 300.0) -> None:
         self._timeout = timeout
-        self._attempts = 0
+        self._last = LastSent()
+        self._verified: str | None = None  # on rank 0; the attempt whose weights all servers have
         self._store = StoreClient(timeout)
         self._requests = ServerRequests(self._store, self._group, timeout)  # of rank 0
         self._schedules: dict[object, SyncSchedule] = {}
@@ -44,39 +41,50 @@ class BucketTransport:
     def prepare(self, servers: Servers, attempt: SyncAttempt) -> Rendezvous:
         address = self._store.serve(attempt.urls)
         self._requests.forget(attempt.receivers)
-        self._attempts += 1
-        return Rendezvous(*address, str(self._attempts), self._group_name(attempt))
+        # A push of everything is for servers that may hold anything.
+        base = None if attempt.refitted else self._verified
+        self._verified = None
+        return Rendezvous(*address, secrets.token_hex(8), self._group_name(attempt), base)
 
     def send(self, sending: Sending) -> SendReport:
         attempt, rank = sending.attempt, dist.get_rank()
         schedule = self._schedule(sending)
         mine = [x for x in schedule.streams if rank in (x.holder, x.sender)]
-        work: Future[Sums] = Future()
+        delta = sending.settings.delta
+        base = self._last.begin(schedule, attempt.rendezvous) if delta else None
+        work: Future[Packed] = Future()
         requests: Requests = {}
         error, is_own, lost = None, False, dict[str, str]()
         self.note_progress()
         try:
             self._store.connect("polls", attempt.rendezvous)
             if sending.servers is not None:
-                requests = self._requests.send(sending, schedule)
+                requests = self._requests.send(sending, schedule, base)
             if mine:
-                work = _in_thread(lambda: self._send(sending, schedule))
+                last = self._last if delta else None
+                packer = Packer(sending.shards, sending.settings.dtype, last, base)
+                work = _in_thread(lambda: self._send(sending, schedule, packer))
             else:
-                work.set_result({})
+                work.set_result(Packed())
             self._wait(work, requests, attempt.rendezvous)
             if sending.servers is not None:
                 self._requests.read_answers(attempt, complete=True)
         except (Fault, RuntimeError) as fault:
             error, is_own = str(fault), getattr(fault, "is_own", False)
             lost = self._give_up(fault, sending, work, requests)
-        held = [x for x in mine if x.sender == rank]
+        packed = work.result() if error is None else Packed()
         return SendReport(
-            sum(x.nbytes * len(schedule.targets[x.target].urls) for x in held),
+            sum(
+                size * len(schedule.targets[schedule.streams[index].target].urls)
+                for index, size in packed.bytes.items()
+            ),
             schedule.tensors if rank == 0 else 0,
-            work.result() if error is None else {},
+            packed.sums,
             lost,
             error,
             is_own,
+            packed.changed,
+            packed.compared,
         )
 
     def complete(self, sending: Sending, reports: Sequence[SendReport]) -> int:
@@ -99,6 +107,8 @@ class BucketTransport:
                             f"{url}: checksum mismatch on rank {rank} in {where}",
                         )
             count += len(names)
+        if not servers.lost:
+            self._verified = sending.attempt.rendezvous.attempt
         return count
 
     def close(self) -> None:
@@ -109,9 +119,9 @@ class BucketTransport:
     def _servers(self, attempt: SyncAttempt) -> list[Server]:
         raise NotImplementedError
 
-    def _send(self, sending: Sending, schedule: SyncSchedule) -> Sums:
-        """Send this rank's streams, in a thread, and return the checksums of what it holds. Raises
-        Fault or RuntimeError.
+    def _send(self, sending: Sending, schedule: SyncSchedule, packer: Packer) -> Packed:
+        """Send this rank's streams, in a thread, and return what it has packed. Raises Fault or
+        RuntimeError.
         """
         raise NotImplementedError
 
@@ -122,7 +132,7 @@ class BucketTransport:
         """Return the `group` of a task. token: `Rendezvous.group`."""
         return None
 
-    def _abort(self, work: "Future[Sums]") -> None:
+    def _abort(self, work: "Future[Packed]") -> None:
         """End this rank's sending after a failure. work: The result of `_send`."""
         wait([work], self._timeout)
 
@@ -132,7 +142,7 @@ class BucketTransport:
         """Note that a bucket was sent."""
         self._progress = time.monotonic()
 
-    def _wait(self, work: "Future[Sums]", requests: Requests, rendezvous: Rendezvous) -> None:
+    def _wait(self, work: "Future[Packed]", requests: Requests, rendezvous: Rendezvous) -> None:
         """Block until this rank has sent everything and all requests are answered."""
         waiting = {work, *requests}
         while waiting:
@@ -150,7 +160,7 @@ class BucketTransport:
                 raise Fault(f"no bucket was sent for {self._timeout:g} s")
 
     def _give_up(
-        self, fault: Exception, sending: Sending, work: "Future[Sums]", requests: Requests
+        self, fault: Exception, sending: Sending, work: "Future[Packed]", requests: Requests
     ) -> dict[str, str]:
         """Tell the other ranks about a failure. On rank 0, return the servers that caused it."""
         lost = dict(getattr(fault, "lost", {}))
@@ -172,58 +182,11 @@ class BucketTransport:
         return self._schedules[key]
 
 
-class Packer:
-    """Packs buckets of this rank's shards. A shard that several streams need in a round is made
-    once, because a merged adapter is computed for it.
-
-    dtype: The dtype that shards are quantised from.
-    """
-
-    def __init__(self, shards: Mapping[int, LocalShard], dtype: torch.dtype) -> None:
-        self._shards, self._dtype = shards, dtype
-        self._made: dict[int, Tensor] = {}
-        self.sums: dict[int, list[Tensor]] = defaultdict(list)
-
-    def pack(self, stream: int, bucket: Sequence[Piece], buffer: Tensor) -> Tensor:
-        """Pack a bucket, and return its part of the buffer. Raises Fault if there is no memory for
-        it.
-        """
-        parts = []
-        try:
-            for piece in bucket:
-                if piece.entry not in self._made:
-                    self._made[piece.entry] = self._shards[piece.entry]()
-                part = self._made[piece.entry].narrow(
-                    piece.dim, piece.source, piece.length * piece.stride
-                )
-                if piece.form != "plain":
-                    quantise = block_fp8.values if piece.form == "values" else block_fp8.scales
-                    part = quantise(part.to(self._dtype))
-                parts.append(part)
-            pack(parts, buffer, [piece.dtype for piece in bucket])
-            compared = sum(piece.nbytes for piece in bucket if not piece.whole)
-            self.sums[stream].append(checksum(buffer[:compared]))
-        except RuntimeError as error:
-            raise Fault(f"weights could not be packed: {error}", is_own=True) from error
-        return buffer[: size_of(bucket)]
-
-    def next_round(self) -> None:
-        self._made.clear()
-
-    def read_sums(self) -> Sums:
-        return {index: torch.stack(sums).tolist() for index, sums in self.sums.items()}
-
-
-def size_of(bucket: Sequence[Piece]) -> int:
-    """Return the bytes of a bucket."""
-    return sum(piece.nbytes for piece in bucket)
-
-
-def _in_thread(work: Callable[[], Sums]) -> "Future[Sums]":
+def _in_thread(work: Callable[[], Packed]) -> "Future[Packed]":
     """Run `work` in a daemon thread, so that a transfer that hangs does not keep the process
     alive.
     """
-    future: Future[Sums] = Future()
+    future: Future[Packed] = Future()
 
     def run() -> None:
         platform.join(platform.device())

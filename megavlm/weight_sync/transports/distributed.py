@@ -19,7 +19,8 @@ from megavlm.parallel import platform
 from megavlm.parallel.watchdog import SERVERS_GROUP
 from megavlm.weight_sync.schedule import Server, SyncSchedule
 from megavlm.weight_sync.transports.base import Sending
-from megavlm.weight_sync.transports.buckets import BucketTransport, Packer, Sums
+from megavlm.weight_sync.transports.buckets import BucketTransport
+from megavlm.weight_sync.transports.packer import Packed, Packer, described
 from megavlm.weight_sync.update import SyncAttempt
 
 
@@ -54,20 +55,19 @@ class DistributedTransport(BucketTransport):
             [senders.index(schedule.streams[index].sender) for index in schedule.to(url, rank)],
         )
 
-    def _send(self, sending: Sending, schedule: SyncSchedule) -> Sums:
+    def _send(self, sending: Sending, schedule: SyncSchedule, packer: Packer) -> Packed:
         rendezvous, rank = sending.attempt.rendezvous, dist.get_rank()
         senders, readers = members(schedule)
         device, name = platform.device(), name_of(rendezvous.group, senders, readers)
+        store = self._store.connect("waits", rendezvous)
         if name not in self._groups:
             self._leave()
             size, limit = len(senders) + len(readers), timedelta(seconds=self._timeout)
-            store = self._store.connect("waits", rendezvous)
             backend, place = platform.backend(), senders.index(rank)
             self._groups[name] = join(store, name, place, size, backend, limit, SERVERS_GROUP)
             meet(self._groups[name], device)
         group = self._groups[name]
         streams = {i: x for i, x in enumerate(schedule.streams) if x.sender == rank}
-        packer = Packer(sending.shards, sending.settings.dtype)
         buffers = {
             index: torch.empty(2, stream.room, dtype=torch.uint8, device=device)
             for index, stream in streams.items()
@@ -81,10 +81,13 @@ class DistributedTransport(BucketTransport):
         for number in range(schedule.rounds):
             for work in works.pop(number - 2, ()):
                 work.wait()  # its buffers are used again
-            parts = [
-                (packer.pack(index, stream.buckets[number], buffers[index][number % 2]), index)
-                for index, stream in streams.items()
-            ]
+            parts = []
+            for index, stream in streams.items():
+                bucket, buffer = stream.buckets[number], buffers[index][number % 2]
+                part, changes = packer.pack(index, number, bucket, buffer)
+                parts.append((part, index))
+                if changes is not None:
+                    store.set(rendezvous.changes(index, number), described(part, changes))
             packer.next_round()
             works[number] = exchange(
                 dist.P2POp(dist.isend, part, group=group, group_peer=places[index])
@@ -96,12 +99,12 @@ class DistributedTransport(BucketTransport):
             for work in started:
                 work.wait()
         platform.synchronize()
-        return packer.read_sums()
+        return packer.result()
 
     def close(self) -> None:
         self._leave()
 
-    def _abort(self, work: "Future[Sums]") -> None:
+    def _abort(self, work: "Future[Packed]") -> None:
         """Leave the group. A thread that still waits in it, or on its connection, ends at its
         timeout.
         """

@@ -46,15 +46,18 @@ class ServerRequests:
         for key in [key for key in self._plans if key[0] in new]:
             del self._plans[key]
 
-    def send(self, sending: Sending, schedule: SyncSchedule) -> Requests:
-        """Send the update to all servers."""
+    def send(self, sending: Sending, schedule: SyncSchedule, base: str | None) -> Requests:
+        """Send the update to all servers. base: The attempt whose changes are sent, if any."""
         assert sending.servers is not None
         attempt, limit = sending.attempt, self._timeout * (schedule.rounds + 1)
         pool = ThreadPoolExecutor(max(1, len(attempt.loading)), "requests")
         content_of, requests = cache(partial(_content, schedule)), dict[Future[Any], str]()
         for index, url in enumerate(attempt.loading):
             ranks = range(attempt.layouts[url].tensor_parallel)
-            tasks = [self._task(attempt, schedule, index, rank, content_of) for rank in ranks]
+            tasks = [
+                self._task(attempt, schedule, index, rank, content_of) | {"base": base}
+                for rank in ranks
+            ]
             body = {
                 "serialized_named_tensors": [
                     payload([(json.dumps(task), torch.empty(0))]) for task in tasks

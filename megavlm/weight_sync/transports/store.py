@@ -29,14 +29,15 @@ class Fault(Exception):
 class Rendezvous:
     """Address of rank 0's store, and the names of one attempt in it.
 
-    attempt: Prefix of the attempt's keys. group: Beginning of the name of the process group with
-    the servers.
+    attempt: Unique name of the attempt, and prefix of its keys. group: Beginning of the name of the
+    process group with the servers. base: The last attempt, if all servers have its weights.
     """
 
     host: str
     port: int
     attempt: str
     group: str
+    base: str | None
 
     @property
     def fault(self) -> str:
@@ -45,6 +46,10 @@ class Rendezvous:
     def stream(self, index: int) -> str:
         """Return the prefix of a stream's keys."""
         return f"{self.attempt}/{index}"
+
+    def changes(self, index: int, number: int) -> str:
+        """Return the key of the parts of a bucket's changes."""
+        return f"{self.stream(index)}/changes/{number}"
 
     def answer(self, server: int, rank: int) -> str:
         """Return the key of a server rank's answer."""

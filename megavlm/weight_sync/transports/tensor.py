@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megavlm.config.transports import TRANSPORT_TRAITS
-from megavlm.inference.server_support.megavlm_weights import exchange, wait_for
+from megavlm.inference.server_support.megavlm_weights import exchange, take, wait_for
 from megavlm.parallel import platform
 from megavlm.parallel.shared_file import shared_file
 from megavlm.weight_sync.schedule import Server, Stream, SyncSchedule
 from megavlm.weight_sync.transports.base import Sending
-from megavlm.weight_sync.transports.buckets import BucketTransport, Packer, Sums, size_of
+from megavlm.weight_sync.transports.buckets import BucketTransport
+from megavlm.weight_sync.transports.packer import Packed, Packer, described, size_of
 from megavlm.weight_sync.transports.store import Fault, Rendezvous
 from megavlm.weight_sync.update import SyncAttempt
 
@@ -38,14 +39,13 @@ class TensorTransport(BucketTransport):
             if x.url in attempt.loading
         ]
 
-    def _send(self, sending: Sending, schedule: SyncSchedule) -> Sums:
+    def _send(self, sending: Sending, schedule: SyncSchedule, packer: Packer) -> Packed:
         rendezvous, rank = sending.attempt.rendezvous, dist.get_rank()
         mine = {
             index: stream
             for index, stream in enumerate(schedule.streams)
             if rank in (stream.holder, stream.sender)
         }
-        packer = Packer(sending.shards, sending.settings.dtype)
         store = self._store.connect("waits", rendezvous)
         fault: Fault | None = None
         with ExitStack() as files:
@@ -71,30 +71,37 @@ class TensorTransport(BucketTransport):
                 if number >= schedule.rounds:
                     continue
                 # Ranks that send to each other go on in step, even if a server has failed.
-                operations = []
+                operations: list[tuple[Any, Tensor, int]] = []
+                texts = dict.fromkeys(mine, "")  # the parts of changes, as JSON
                 for index, stream in mine.items():
-                    buffer, bucket = buffers[index][number % 2], stream.buckets[number]
                     if stream.holder == rank:
-                        part = packer.pack(index, bucket, buffer)
-                    else:
-                        part = buffer[: size_of(bucket)]
-                    if stream.holder != stream.sender and len(part):
-                        sends = stream.holder == rank
-                        peer = stream.sender if sends else stream.holder
-                        operations.append(
-                            dist.P2POp(dist.isend if sends else dist.irecv, part, peer)
-                        )
+                        buffer, bucket = buffers[index][number % 2], stream.buckets[number]
+                        part, changes = packer.pack(index, number, bucket, buffer)
+                        if changes is not None:
+                            texts[index] = described(part, changes)
+                        if stream.sender != rank:
+                            if changes is not None:
+                                store.set(rendezvous.changes(index, number), texts[index])
+                            operations.append((dist.isend, part, stream.sender))
+                for index, stream in mine.items():
+                    if stream.holder != rank:
+                        size = size_of(stream.buckets[number])
+                        if packer.is_delta:
+                            texts[index] = take(store, rendezvous.changes(index, number))
+                            size = json.loads(texts[index])[0]
+                        part = buffers[index][number % 2][:size]
+                        operations.append((dist.irecv, part, stream.holder))
                 packer.next_round()
-                for transfer in exchange(operations):
+                for transfer in exchange(dist.P2POp(*x) for x in operations if len(x[1])):
                     transfer.wait()
                 platform.synchronize()  # servers read as soon as they are told
                 if fault is None:
                     for index in handed:
-                        store.set(f"{rendezvous.stream(index)}/ready/{number}", "")
+                        store.set(f"{rendezvous.stream(index)}/ready/{number}", texts[index])
                 self.note_progress()
         if fault is not None:
             raise fault
-        return packer.read_sums()
+        return packer.result()
 
     def _wait_for_readers(
         self,

@@ -365,6 +365,20 @@ BROKEN = {
         "rollout.quantization=fp8",
         "rollout.server_args.moe_runner_backend=cutlass",
     ): "SGLang's Triton kernel stores them, but rollout.server_args.moe_runner_b",
+    (
+        "rollout.sync_delta=true",
+        "rollout.sync=disk",
+    ): "rollout.sync_delta=true needs megavlm's weight",
+    (
+        "rollout.sync_delta=true",
+        "rollout.lora=adapter",
+        "lora.rank=8",
+    ): "rollout.sync_delta=true has no use with rollout.lora=adapter",
+    (
+        "rollout.sync_delta=true",
+        "rollout.colocate=true",
+        "rollout.sync=tensor",
+    ): "rollout.sync_delta=true needs servers that keep their weights",
     ("rollout.server_args.trust-remote-code=true",): "refused, because it runs code",
     (
         "rollout.server_args.speculative-accept-threshold-acc=0.9",

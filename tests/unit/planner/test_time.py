@@ -96,6 +96,18 @@ def test_rates_bound_their_phases(tmp_path: Path) -> None:
     assert slow["rollout"] > 1.2 * plain["rollout"] and slow["update"] == plain["update"]
 
 
+def test_changes_save_bytes_on_a_slow_network(tmp_path: Path) -> None:
+    """And cost passes over all weights on a fast one."""
+    plain, deltas = (
+        [
+            modelled(set_up, tmp_path, Rates(network=speed, nvlink=speed)).seconds()["sync"]
+            for speed in (1e9, 1e15)
+        ]
+        for set_up in (SEVEN, replace(SEVEN, overrides=("rollout.sync_delta=true",)))
+    )
+    assert deltas[0] < 0.15 * plain[0] and deltas[1] > plain[1]
+
+
 def test_servers_get_weights_from_ranks_of_their_node(tmp_path: Path) -> None:
     """All of them, the frozen tower's too; over the network what no rank there has."""
     whole = modelled(COLOCATED, tmp_path)

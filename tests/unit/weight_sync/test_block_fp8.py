@@ -22,7 +22,7 @@ from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.schedule import Server, SyncSchedule, make_schedule, padded
 from megavlm.weight_sync.sglang_layout import ServerLayout, linear_rows
 from megavlm.weight_sync.trainable import trained_entries
-from megavlm.weight_sync.transports.buckets import Packer, size_of
+from megavlm.weight_sync.transports.packer import Packer, size_of
 from tests.parity.table import FAMILIES
 from tests.support.families import MODEL_TYPES, small_config
 from tests.support.levels import slow
@@ -119,9 +119,9 @@ def received(plan: SyncPlan, schedule: SyncSchedule, number: int) -> dict[str, T
             mine = shard_tensor(entry, full(plan, piece.entry), shard, size)
             shards[piece.entry] = partial(torch.clone, mine)
         packer = Packer(shards, torch.bfloat16)
-        for bucket in stream.buckets:
+        for round_, bucket in enumerate(stream.buckets):
             buffer = torch.empty(padded(size_of(bucket)), dtype=torch.uint8)
-            packer.pack(index, bucket, buffer)
+            packer.pack(index, round_, bucket, buffer)
             packer.next_round()
             start = 0
             for piece in bucket:

@@ -86,9 +86,18 @@ def full(entry: Entry) -> Tensor:
     return torch.randint(100, entry.megatron_shape, generator=generator).float()
 
 
-def stored(pushes: int) -> list[dict[str, Tensor]]:
-    """What each rank of a server must hold: every number grows by one with each push."""
-    tensors = dict(x for entry in ENTRIES for x in to_hf([(entry, full(entry) + pushes)]))
+def grown(tensor: Tensor, pushes: int, step: int) -> Tensor:
+    tensor.view(-1)[::step] += pushes
+    return tensor
+
+
+def stored(pushes: int, step: int = 1) -> list[dict[str, Tensor]]:
+    """What each rank of a server must hold: every number, or each `step`-th of the trainer's, grows
+    by one with each push.
+    """
+    tensors = dict(
+        x for entry in ENTRIES for x in to_hf([(entry, grown(full(entry), pushes, step))])
+    )
     return [dict(server_tensors(tensors, SERVER, rank)) for rank in range(2)]
 
 
@@ -112,17 +121,22 @@ class Model(torch.nn.Module):
         return {k: ShardedTensor.from_rank_offsets(k, x) for k, x in self.held.items()}
 
 
-def make_plan(stages: int) -> SyncPlan:
+def make_plan(stages: int, per_node: int | None = None) -> SyncPlan:
     of_layers = tuple(layer * stages // LAYERS for layer in range(LAYERS))
-    trainer = TrainerRanks(Layout(pipeline=stages), stages, of_layers)
+    trainer = TrainerRanks(Layout(pipeline=stages), stages, of_layers, per_node)
     return SyncPlan(ENTRIES, trainer, frozenset(range(len(ENTRIES))))
 
 
 def pushes(
-    urls: Sequence[str], versions: Sequence[int], kind: str, bucket: int = 2048
+    urls: Sequence[str],
+    versions: Sequence[int],
+    kind: str,
+    bucket: int = 2048,
+    delta_step: int | None = None,
+    per_node: int | None = None,
 ) -> dict[str, Any]:
-    """On each of the stages: a rank."""
-    plan = make_plan(dist.get_world_size())
+    """On each of the stages: a rank. delta_step: Send changes, of each `delta_step`-th number."""
+    plan = make_plan(dist.get_world_size(), per_node)
     model = Model(plan)
     receivers = FixedReceivers([Receiver(url, 2, "cpu", True) for url in urls])
     way = DistributedTransport if kind == "distributed" else TensorTransport
@@ -130,14 +144,20 @@ def pushes(
         plan,
         [model],  # type: ignore[list-item]
         way(timeout=scaled(30)),
-        SyncSettings(torch.float32, HEADS, timeout=scaled(30), bucket_bytes=bucket),
+        SyncSettings(
+            torch.float32,
+            HEADS,
+            timeout=scaled(30),
+            bucket_bytes=bucket,
+            delta=delta_step is not None,
+        ),
         receivers=receivers if dist.get_rank() == 0 else None,
     )
     reports, errors = [], []
     for version in versions:
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter += 1
+                grown(parameter.data, 1, delta_step or 1)
         try:
             reports.append(push(sync, version))
         except WeightSyncError as error:
@@ -146,10 +166,12 @@ def pushes(
     return {"reports": reports, "errors": errors}
 
 
-def check_held(engine: GlooEngine, version: str, pushes: int) -> None:
+def check_held(engine: GlooEngine, version: str, pushes: int, step: int = 1) -> None:
     found, weights = engine.state()
     wanted = {
-        f"{rank} {name}": x for rank, held in enumerate(stored(pushes)) for name, x in held.items()
+        f"{rank} {name}": x
+        for rank, held in enumerate(stored(pushes, step))
+        for name, x in held.items()
     }
     assert found == version and weights.keys() == wanted.keys()
     assert all(torch.equal(weights[name], wanted[name]) for name in wanted)

@@ -291,7 +291,7 @@ def test_only_the_current_adapter_stays() -> None:
 
 def test_measures_are_of_all_pushes_of_a_step() -> None:
     first = SyncReport(seconds=1.0, bytes=10, tensors=2, checked=4, servers=1)
-    second = SyncReport(seconds=1.0, bytes=5, tensors=1, checked=0, servers=2)
+    second = SyncReport(seconds=1.0, bytes=5, tensors=1, checked=0, servers=2, density=0.5)
     assert sync_metrics([]) == {}
     assert sync_metrics([first, second]) == {
         "sync_seconds": 2.0,
@@ -299,6 +299,7 @@ def test_measures_are_of_all_pushes_of_a_step() -> None:
         "sync_tensors": 3,
         "sync_checked": 4,
         "sync_servers": 2,
+        "sync_density": 0.75,
     }
 
 
