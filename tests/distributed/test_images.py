@@ -154,4 +154,4 @@ def test_an_image_that_has_changed_is_named(recipe: Path) -> None:
     config = load(recipe)
     reader = ImageReader(config)
     with pytest.raises(ValueError, match=r"rows.parquet:2: image 2 has other pixels than on rank"):
-        reader.read(ImagePlace(2, 1, False), "the key of another image")
+        reader.read(ImagePlace(2, 1, "image"), "the key of another image")

@@ -13,6 +13,7 @@ import torch
 
 from megavlm.config.load import load
 from megavlm.families import family as family_of
+from megavlm.families import language_values
 from megavlm.run.checks.preflight import check_server_args
 from tests.benchmarks.results import replace_part
 from tests.gpu import figures, grpo, linear_attention, page, parity, shapes, stage
@@ -77,7 +78,7 @@ def test_parity_on_transformer_engine_s_layers_runs_on_a_cpu(family: str) -> Non
 def test_wide_models_have_released_widths_and_few_layers(family: str) -> None:
     config = shapes.parity_config(family, "wide")
     published = RELEASES[shapes.WIDE[family]]
-    text = published.get("text_config", published)
+    text = language_values(published)
     for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
         assert getattr(config.text_config, name) == text[name], name
     assert config.text_config.num_hidden_layers == 4

@@ -40,6 +40,7 @@ from tests.parity.reference import distinct_images
 from tests.parity.table import FAMILIES, LAYOUTS
 from tests.support.fork import launch
 from tests.support.levels import slow
+from tests.support.lora_reference import heard
 
 pytestmark = pytest.mark.distributed
 DEVICE = torch.device("meta")
@@ -109,7 +110,7 @@ def step(folder: Path, backend: str) -> list[str]:
         dtype=torch.bfloat16, freeze_tower=False, freeze_merger=False, head="both"
     )
     (model,) = build_model(inputs.config, build_mesh(ranks.mesh), options)
-    cases = inputs.sequences("mixed")
+    cases = inputs.sequences(heard(inputs.config))
     (pack,) = packs_of([cases], inputs.config, ranks)
     sizes, ids = torch.ones(pack.num_targets).int(), pack.target_ids
     pack = replace(

@@ -41,8 +41,11 @@ class Right:
     ) -> list[list[Response]]:
         answers = [[self._respond(prompt)] * n for prompt in prompts]
         for index, answer in enumerate(answers):
-            await on_complete(index, answer, None)
+            await on_complete(index, answer, self.ask)
         return answers
+
+    async def ask(self, *_: Any, **__: Any) -> Response:
+        raise AssertionError("an episode of one turn asks once")
 
     def _respond(self, prompt: Prompt) -> Response:
         ids = tuple(self._tokenizer(prompt.row.answer)["input_ids"])

@@ -25,8 +25,8 @@ def test_flops_of_a_step() -> None:
     """A prompt of two tokens with an image, and two responses of one token; twice."""
     tree = Tree((segment(2, -1, ("a",)), segment(1, 0), segment(1, 0)))
     images: Any = {
-        "a": SimpleNamespace(grids=((1, 2, 2),)),
-        "b": SimpleNamespace(grids=((1, 2, 4),)),
+        "a": SimpleNamespace(medium="image", grids=((1, 2, 2),)),
+        "b": SimpleNamespace(medium="image", grids=((1, 2, 4),)),
     }
     flops = StepFlops.of(COST, [tree, tree], images, output=100.0)
     attended = 2 * 1.5 + 2 * (2 + 1)
