@@ -1,5 +1,5 @@
 """Images that a server keeps, so that a later turn names them and does not send them again. The
-client has the same record of what it has sent, with the same limit.
+client records the images that it has sent, with the same limit.
 
 Not covered: images that are sent as frames (videos, and families that cut tiles or slices).
 """
@@ -31,7 +31,7 @@ class KeptImages(Generic[K, V]):
         self._lock = threading.Lock()  # a server loads images in threads
 
     def get(self, key: K) -> V | None:
-        """Return the value of an image, which counts as used; None if it is not kept."""
+        """Return the value of an image and count it as used; return None if it is not kept."""
         with self._lock:
             if key not in self._kept:
                 return None
@@ -55,7 +55,7 @@ class KeptImages(Generic[K, V]):
 
 
 class SentImages:
-    """Record of what a client has sent to servers that keep images."""
+    """Record of the images that a client has sent to servers that keep them."""
 
     def __init__(self) -> None:
         self._kept: dict[str, KeptImages[str, bool]] = {}

@@ -143,7 +143,7 @@ def _branch(end: int, follows: Sequence[int | None]) -> list[int]:
 
 
 def _said(spans: Spans) -> list[tuple[str, Spans]]:
-    """Return what the policy wrote as its thought and its calls, or its answer."""
+    """Return the text of a turn as its thought and its calls, or its answer."""
     text = "".join(text for _, text in spans)
     if (call := text.find("<tool_call>")) >= 0:
         parts = zip(("Thought", "Call"), _cut(spans, call), strict=True)

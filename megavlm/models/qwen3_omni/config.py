@@ -35,7 +35,7 @@ CONVOLUTIONS = 3  # of the audio tower; each halves time and frequency
 
 
 def halved(size: int) -> int:
-    """Return what the convolutions of stride 2 leave of a size."""
+    """Return the size of an output of the convolutions of stride 2 for an input's size."""
     for _ in range(CONVOLUTIONS):
         size = (size + 1) // 2
     return size

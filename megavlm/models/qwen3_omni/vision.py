@@ -1,4 +1,4 @@
-"""Towers of Qwen3-Omni's thinker: that of Qwen3-VL for images and videos, and one for audio."""
+"""Towers of Qwen3-Omni's thinker: Qwen3-VL's tower for images and videos, and an audio tower."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Packing of this rank's shards into buckets, whole or as changes of what was sent before."""
+"""Packing of this rank's shards into buckets, whole or as changes since the last update."""
 
 import json
 from collections import defaultdict
