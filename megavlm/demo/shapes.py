@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
 from megavlm.data.chat.messages import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from megavlm.demo.clicks import draw_task
 from megavlm.demo.drawing import COLOURS, SHAPE_KINDS, DrawnExample, draw_shape, pick, png
 from megavlm.demo.motion import draw_motion, video
 from megavlm.demo.weave import draw_weave
@@ -185,6 +186,7 @@ TASKS: dict[str, Callable[[np.random.Generator], DrawnExample]] = {
     "place": _place,
     "weave": draw_weave,
     "moved": draw_motion,
+    "browser": draw_task,
 }
 # Tasks that a model of the demo's size can learn together in 40 steps. If kinds or lengths are
 # added, counting gets worse, and the added tasks stay near chance.

@@ -1,0 +1,182 @@
+"""Small tasks on a page (board.html) in a real browser: click a colour, enter a digit, choose from a
+row. The last two end by a click on OK.
+
+The page has 112 x 112 pixels. A cell of its picture (28 x 28) is one token of Qwen2.5-VL's tower.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from megavlm.config.environment import EnvironmentConfig
+from megavlm.demo.drawing import COLOURS, SHAPE_KINDS, DrawnExample, draw_shape, pick, png
+from megavlm.environments.base import Context, Observation
+from megavlm.environments.base import Image as Shown
+from megavlm.environments.processes import make_environments
+from megavlm.rewards.base import Example, Score
+
+CELL, COLUMNS, ROWS = 28, 4, 3  # pixels of a cell's side, and cells of the picture
+NUM_SHAPES = 4
+DIGITS = "0123456789"
+OK = (875, 875)  # the button's place, as the policy writes it: 0 to 1000 across and down
+ENVIRONMENT = "megavlm.demo.board:Board"
+_FONT = ImageFont.load_default(64)
+
+
+def draw_task(rng: np.random.Generator) -> DrawnExample:
+    """Draw a task, with the lessons of its warm start."""
+    paper = tuple(rng.integers(225, 256, 3).tolist())
+    picture = Image.new("RGB", (COLUMNS * CELL, ROWS * CELL), paper)
+    return pick(rng, [_click, _digit, _row])(rng, picture)
+
+
+def call(action: str, **arguments: Any) -> str:
+    """Return a call of the tool `computer`."""
+    made = json.dumps({"name": "computer", "arguments": {"action": action, **arguments}})
+    return f"<tool_call>\n{made}\n</tool_call>"
+
+
+def click(place: Sequence[int]) -> str:
+    return call("click", coordinate=list(place))
+
+
+def place_of(cell: int) -> tuple[int, int]:
+    """Return the middle of a cell (0 to 11) of the picture, as the policy writes it."""
+    return 125 + 250 * (cell % COLUMNS), 125 + 250 * (cell // COLUMNS)
+
+
+def screen(picture: bytes, text: str = "") -> bytes:
+    """Return the page's screenshot with a picture and a digit or nothing in the field."""
+    whole = Image.open(BytesIO(_screens()[text])).convert("RGB")
+    whole.paste(Image.open(BytesIO(picture)), (0, 0))
+    return png(whole)
+
+
+def _click(rng: np.random.Generator, picture: Image.Image) -> DrawnExample:
+    """Draw shapes, one of which is to be clicked."""
+    cells = rng.permutation(COLUMNS * ROWS)[:NUM_SHAPES].tolist()
+    colours = _shapes(rng, picture, cells)
+    asked, tried = colours[0], cells[int(rng.integers(NUM_SHAPES))]
+    question, answer = f"Click {asked}.", str(cells[0] + 1)
+    return _example(
+        rng, picture, question, answer, "click", colours, cells, [click(place_of(tried))]
+    )
+
+
+def _row(rng: np.random.Generator, picture: Image.Image) -> DrawnExample:
+    """Draw shapes in a row, one of which is to be chosen."""
+    cells = (rng.permutation(COLUMNS) + COLUMNS).tolist()
+    colours = _shapes(rng, picture, cells)
+    tried = cells[int(rng.integers(NUM_SHAPES))]
+    question, answer = f"Choose {colours[0]} and press OK.", str(cells[0] % COLUMNS + 1)
+    shown = str(tried % COLUMNS + 1)
+    calls = [click(place_of(tried)), click(OK)]
+    return _example(rng, picture, question, answer, "row", colours, cells, calls, shown)
+
+
+def _digit(rng: np.random.Generator, picture: Image.Image) -> DrawnExample:
+    """Draw a digit, which is to be entered."""
+    digit, tried = pick(rng, DIGITS), pick(rng, DIGITS)
+    x, y = np.array(picture.size) / 2 + rng.uniform(-4, 4, 2)
+    colour = COLOURS[pick(rng, list(COLOURS))]
+    ImageDraw.Draw(picture).text((x, y), digit, colour, _FONT, anchor="mm")
+    calls = [call("type", text=tried), click(OK)]
+    return _example(
+        rng, picture, "Enter the digit and press OK.", digit, "digit", [], [], calls, tried
+    )
+
+
+def _shapes(rng: np.random.Generator, picture: Image.Image, cells: Sequence[int]) -> list[str]:
+    """Draw a shape in each of the cells, and return their colours."""
+    colours = [list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[: len(cells)]]
+    for cell, colour in zip(cells, colours, strict=True):
+        radius = rng.uniform(9, 12)
+        x, y = (np.array([cell % COLUMNS, cell // COLUMNS]) + 0.5) * CELL + rng.uniform(-1, 1, 2)
+        draw_shape(
+            ImageDraw.Draw(picture), pick(rng, SHAPE_KINDS), COLOURS[colour], x, y, radius
+        )
+    return colours
+
+
+def _example(
+    rng: np.random.Generator,
+    picture: Image.Image,
+    question: str,
+    answer: str,
+    task: str,
+    colours: Sequence[str],
+    cells: Sequence[int],
+    calls: Sequence[str],
+    entered: str = "",
+) -> DrawnExample:
+    """Return an example with its lessons. They teach where a colour is and which digit is shown,
+    and scripted solutions of the task, which act on a random shape or digit: that it has to be the
+    one that is asked for, RL has to teach.
+
+    calls: The solution. entered: What the field shows after its first call.
+    """
+    file = png(picture)
+    shown = screen(file)
+    seen, tried = ("Which digit is it?", answer), _said("user", f"{question}\n\n<image>")
+    if colours:
+        some = int(rng.integers(len(colours)))
+        seen = f"Where is {colours[some]}?", str(list(place_of(cells[some])))
+    lessons = [
+        _lesson([_said("user", f"{seen[0]}\n\n<image>")], [shown], seen[1]),
+        _lesson([tried], [shown], calls[0]),
+    ]
+    if entered:
+        turns = [tried, _said("assistant", calls[0]), _said("tool", "<image>")]
+        lessons.append(_lesson(turns, [shown, screen(file, entered)], calls[1]))
+    return DrawnExample((file,), question, answer, (answer,), "", task, lessons=tuple(lessons))
+
+
+def _lesson(
+    problem: Sequence[Mapping[str, str]], images: Sequence[bytes], answer: str
+) -> Mapping[str, Any]:
+    files = [{"bytes": image, "path": None} for image in images]
+    return {"images": files, "problem": list(problem), "answer": answer, "task": "lesson"}
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@cache
+def _screens() -> Mapping[str, bytes]:
+    """Return screenshots of the page in a real browser, by the digit in its field, "" for none."""
+    return asyncio.run(_look())
+
+
+async def _look() -> Mapping[str, bytes]:
+    async def score(text: str, row: Example) -> Score:
+        raise AssertionError("the page scores")
+
+    turns = 2 * len(DIGITS) + 1
+    pool = await make_environments(
+        EnvironmentConfig(name=ENVIRONMENT, workers=1, max_turns=turns, memory_mb=3072)
+    )
+    try:
+        session = await pool.make(Context(score, turns))
+        blank = Image.new("RGB", (COLUMNS * CELL, ROWS * CELL))
+        shown = {"": _seen(await session.reset(Example("", "", "digit", (png(blank),)), 0))}
+        for digit in DIGITS:
+            step = await session.step(call("type", text=digit))
+            assert step.observation is not None
+            shown[digit] = _seen(step.observation)
+            await session.step(call("key", text="Backspace"))
+        return shown
+    finally:
+        await pool.close()
+
+
+def _seen(observation: Observation) -> bytes:
+    image = observation.messages[-1]["content"][-1]
+    assert isinstance(image, Shown)
+    return image.data
