@@ -1,4 +1,4 @@
-"""The environment of `make demo ENV=browser`: a page with the row's picture, a field and a button."""
+"""The environment of `make demo ENV=browser`: a page with a picture, a field and a button."""
 
 import base64
 from dataclasses import replace
@@ -33,7 +33,7 @@ class Board(Browser):
         return ""
 
     async def outcome(self, answer: str | None) -> Step | None:
-        """Return the last step once the page has the policy's choice. An answer in words is wrong."""
+        """Return the last step once the page has a choice. An answer in words is wrong."""
         said = await self.evaluate("said")
         if said is None and answer is None:
             return None

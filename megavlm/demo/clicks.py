@@ -1,12 +1,12 @@
-"""Small tasks on a page (board.html) in a real browser: click a colour, enter a digit, choose from a
-row. The last two end by a click on OK.
+"""Small tasks on a page (board.html) in a real browser: click a colour, enter a digit, choose from
+a row. The last two end by a click on OK.
 
 The page has 112 x 112 pixels. A cell of its picture (28 x 28) is one token of Qwen2.5-VL's tower.
 """
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from io import BytesIO
 from typing import Any
@@ -98,9 +98,7 @@ def _shapes(rng: np.random.Generator, picture: Image.Image, cells: Sequence[int]
     for cell, colour in zip(cells, colours, strict=True):
         radius = rng.uniform(9, 12)
         x, y = (np.array([cell % COLUMNS, cell // COLUMNS]) + 0.5) * CELL + rng.uniform(-1, 1, 2)
-        draw_shape(
-            ImageDraw.Draw(picture), pick(rng, SHAPE_KINDS), COLOURS[colour], x, y, radius
-        )
+        draw_shape(ImageDraw.Draw(picture), pick(rng, SHAPE_KINDS), COLOURS[colour], x, y, radius)
     return colours
 
 
