@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from megavlm.config.environment import EnvironmentConfig
-from megavlm.demo.drawing import COLOURS, SHAPE_KINDS, DrawnExample, draw_shape, pick, png
+from megavlm.demo.drawing import COLOURS, SHAPE_KINDS, DrawnExample, T, draw_shape, pick, png
 from megavlm.environments.base import Context, Observation
 from megavlm.environments.base import Image as Shown
 from megavlm.environments.processes import make_environments
@@ -23,6 +23,7 @@ from megavlm.rewards.base import Example, Score
 
 CELL, COLUMNS, ROWS = 28, 4, 3  # pixels of a cell's side, and cells of the picture
 NUM_SHAPES = 4
+RIGHT, SECOND = 0.5, 0.25
 DIGITS = "0123456789"
 OK = (875, 875)  # the button's place, as the policy writes it: 0 to 1000 across and down
 ENVIRONMENT = "megavlm.demo.board:Board"
@@ -31,9 +32,7 @@ _FONT = ImageFont.load_default(64)
 
 def draw_task(rng: np.random.Generator) -> DrawnExample:
     """Draw a task, with the lessons of its warm start."""
-    paper = tuple(rng.integers(225, 256, 3).tolist())
-    picture = Image.new("RGB", (COLUMNS * CELL, ROWS * CELL), paper)
-    return pick(rng, [_click, _digit, _row])(rng, picture)
+    return pick(rng, [_click, _digit, _row])(rng, _paper().copy())
 
 
 def call(action: str, **arguments: Any) -> str:
@@ -59,47 +58,63 @@ def screen(picture: bytes, text: str = "") -> bytes:
 
 
 def _click(rng: np.random.Generator, picture: Image.Image) -> DrawnExample:
-    """Draw shapes, one of which is to be clicked."""
+    """Draw shapes, one of which is to be clicked. No other has its kind or colour."""
     cells = rng.permutation(COLUMNS * ROWS)[:NUM_SHAPES].tolist()
-    colours = _shapes(rng, picture, cells)
-    asked, tried = colours[0], cells[int(rng.integers(NUM_SHAPES))]
-    question, answer = f"Click {asked}.", str(cells[0] + 1)
-    return _example(
-        rng, picture, question, answer, "click", colours, cells, [click(place_of(tried))]
-    )
+    shapes = _shapes(rng, picture, cells)
+    question = f"Click the {pick(rng, [f'{shapes[0][0]} shape', shapes[0][1]])}."
+    calls = [click(place_of(_tried(rng, cells)))]
+    return _example(rng, picture, question, str(cells[0] + 1), "click", _caption(shapes, cells), calls)
 
 
 def _row(rng: np.random.Generator, picture: Image.Image) -> DrawnExample:
     """Draw shapes in a row, one of which is to be chosen."""
     cells = (rng.permutation(COLUMNS) + COLUMNS).tolist()
-    colours = _shapes(rng, picture, cells)
-    tried = cells[int(rng.integers(NUM_SHAPES))]
-    question, answer = f"Choose {colours[0]} and press OK.", str(cells[0] % COLUMNS + 1)
-    shown = str(tried % COLUMNS + 1)
-    calls = [click(place_of(tried)), click(OK)]
-    return _example(rng, picture, question, answer, "row", colours, cells, calls, shown)
+    shapes, tried = _shapes(rng, picture, cells), _tried(rng, cells)
+    question, answer = f"Choose {shapes[0][0]} and press OK.", str(cells[0] % COLUMNS + 1)
+    calls, caption = [click(place_of(tried)), click(OK)], _caption(shapes, cells)
+    return _example(rng, picture, question, answer, "row", caption, calls, str(tried % COLUMNS + 1))
 
 
 def _digit(rng: np.random.Generator, picture: Image.Image) -> DrawnExample:
     """Draw a digit, which is to be entered."""
-    digit, tried = pick(rng, DIGITS), pick(rng, DIGITS)
+    digit = pick(rng, DIGITS)
+    tried = _tried(rng, [digit, *DIGITS.replace(digit, "")])
     x, y = np.array(picture.size) / 2 + rng.uniform(-4, 4, 2)
-    colour = COLOURS[pick(rng, list(COLOURS))]
-    ImageDraw.Draw(picture).text((x, y), digit, colour, _FONT, anchor="mm")
-    calls = [call("type", text=tried), click(OK)]
-    return _example(
-        rng, picture, "Enter the digit and press OK.", digit, "digit", [], [], calls, tried
-    )
+    colour = pick(rng, list(COLOURS))
+    ImageDraw.Draw(picture).text((x, y), digit, COLOURS[colour], _FONT, anchor="mm")
+    question, calls = "Enter the digit and press OK.", [call("type", text=tried), click(OK)]
+    return _example(rng, picture, question, digit, "digit", f"{digit} {colour}", calls, tried)
 
 
-def _shapes(rng: np.random.Generator, picture: Image.Image, cells: Sequence[int]) -> list[str]:
-    """Draw a shape in each of the cells, and return their colours."""
+def _tried(rng: np.random.Generator, choices: Sequence[T]) -> T:
+    """Return the first of the choices, which is right, in RIGHT of all solutions, else any."""
+    return choices[0] if rng.random() < RIGHT else pick(rng, choices)
+
+
+def _shapes(
+    rng: np.random.Generator, picture: Image.Image, cells: Sequence[int]
+) -> list[tuple[str, str]]:
+    """Draw a shape in each of the cells, and return their colours and kinds. The kind of the first
+    one is no other's.
+    """
     colours = [list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[: len(cells)]]
-    for cell, colour in zip(cells, colours, strict=True):
+    first = pick(rng, SHAPE_KINDS)
+    others = [kind for kind in SHAPE_KINDS if kind != first]
+    shapes = [(colours[0], first), *((colour, pick(rng, others)) for colour in colours[1:])]
+    for cell, (colour, kind) in zip(cells, shapes, strict=True):
         radius = rng.uniform(9, 12)
         x, y = (np.array([cell % COLUMNS, cell // COLUMNS]) + 0.5) * CELL + rng.uniform(-1, 1, 2)
-        draw_shape(ImageDraw.Draw(picture), pick(rng, SHAPE_KINDS), COLOURS[colour], x, y, radius)
-    return colours
+        draw_shape(ImageDraw.Draw(picture), kind, COLOURS[colour], x, y, radius)
+    return shapes
+
+
+def _caption(shapes: Sequence[tuple[str, str]], cells: Sequence[int]) -> str:
+    """Return shapes with their places, in the order of COLOURS. In the order of places it would
+    take the model longer to see.
+    """
+    placed = dict(zip(shapes, map(place_of, cells), strict=True))
+    ordered = sorted(placed, key=lambda shape: list(COLOURS).index(shape[0]))
+    return " ".join(f"{' '.join(shape)} {placed[shape][0]} {placed[shape][1]}" for shape in ordered)
 
 
 def _example(
@@ -108,28 +123,23 @@ def _example(
     question: str,
     answer: str,
     task: str,
-    colours: Sequence[str],
-    cells: Sequence[int],
+    caption: str,
     calls: Sequence[str],
     entered: str = "",
 ) -> DrawnExample:
-    """Return an example with its lessons. They teach where a colour is and which digit is shown,
-    and scripted solutions of the task, which act on a random shape or digit: that it has to be the
-    one that is asked for, RL has to teach.
+    """Return an example with its lessons. They teach what is where, and scripted solutions of the
+    task, some of which act on a random shape or digit: that it has to be the one that is asked for,
+    RL has to teach.
 
     calls: The solution. entered: What the field shows after its first call.
     """
     file = png(picture)
-    shown = screen(file)
-    seen, tried = ("Which digit is it?", answer), _said("user", f"{question}\n\n<image>")
-    if colours:
-        some = int(rng.integers(len(colours)))
-        seen = f"Where is {colours[some]}?", str(list(place_of(cells[some])))
+    shown, tried = screen(file), _said("user", f"{question}\n\n<image>")
     lessons = [
-        _lesson([_said("user", f"{seen[0]}\n\n<image>")], [shown], seen[1]),
+        _lesson([_said("user", "Describe the page.\n\n<image>")], [shown], caption),
         _lesson([tried], [shown], calls[0]),
     ]
-    if entered:
+    if entered and rng.random() < SECOND:
         turns = [tried, _said("assistant", calls[0]), _said("tool", "<image>")]
         lessons.append(_lesson(turns, [shown, screen(file, entered)], calls[1]))
     return DrawnExample((file,), question, answer, (answer,), "", task, lessons=tuple(lessons))
@@ -144,6 +154,16 @@ def _lesson(
 
 def _said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
+
+
+@cache
+def _paper() -> Image.Image:
+    """Return the paper of pictures. Its colour tells the column and the row, because so small a
+    model does not learn within minutes where a token of an image lies.
+    """
+    rows, columns = np.indices((ROWS, COLUMNS)).repeat(CELL, 1).repeat(CELL, 2)
+    paper = np.stack([255 - 30 * columns, np.full_like(rows, 240), 255 - 45 * rows], axis=-1)
+    return Image.fromarray(paper.astype(np.uint8))
 
 
 @cache
