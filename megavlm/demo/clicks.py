@@ -15,15 +15,16 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from megavlm.config.environment import EnvironmentConfig
-from megavlm.demo.drawing import COLOURS, SHAPE_KINDS, DrawnExample, T, draw_shape, pick, png
+from megavlm.demo.drawing import COLOURS, SHAPE_KINDS, DrawnExample, draw_shape, pick, png
 from megavlm.environments.base import Context, Observation
 from megavlm.environments.base import Image as Shown
 from megavlm.environments.processes import make_environments
 from megavlm.rewards.base import Example, Score
 
 CELL, COLUMNS, ROWS = 28, 4, 3  # pixels of a cell's side, and cells of the picture
+FRAME = 4  # pixels of a cell's edge
 NUM_SHAPES = 4
-RIGHT, SECOND = 0.5, 0.25
+SECOND = 0.25  # of the examples with two turns have a lesson of the second one, which is easy
 DIGITS = "0123456789"
 OK = (875, 875)  # the button's place, as the policy writes it: 0 to 1000 across and down
 ENVIRONMENT = "megavlm.demo.board:Board"
@@ -62,33 +63,28 @@ def _click(rng: np.random.Generator, picture: Image.Image) -> DrawnExample:
     cells = rng.permutation(COLUMNS * ROWS)[:NUM_SHAPES].tolist()
     shapes = _shapes(rng, picture, cells)
     question = f"Click the {pick(rng, [f'{shapes[0][0]} shape', shapes[0][1]])}."
-    calls = [click(place_of(_tried(rng, cells)))]
-    return _example(rng, picture, question, str(cells[0] + 1), "click", _caption(shapes, cells), calls)
+    calls = [click(place_of(cells[0]))]
+    return _example(
+        rng, picture, question, str(cells[0] + 1), "click", _caption(shapes, cells), calls
+    )
 
 
 def _row(rng: np.random.Generator, picture: Image.Image) -> DrawnExample:
     """Draw shapes in a row, one of which is to be chosen."""
     cells = (rng.permutation(COLUMNS) + COLUMNS).tolist()
-    shapes, tried = _shapes(rng, picture, cells), _tried(rng, cells)
-    question, answer = f"Choose {shapes[0][0]} and press OK.", str(cells[0] % COLUMNS + 1)
-    calls, caption = [click(place_of(tried)), click(OK)], _caption(shapes, cells)
-    return _example(rng, picture, question, answer, "row", caption, calls, str(tried % COLUMNS + 1))
+    shapes, column = _shapes(rng, picture, cells), str(cells[0] % COLUMNS + 1)
+    question, calls = f"Choose {shapes[0][0]} and press OK.", [click(place_of(cells[0])), click(OK)]
+    return _example(rng, picture, question, column, "row", _caption(shapes, cells), calls, column)
 
 
 def _digit(rng: np.random.Generator, picture: Image.Image) -> DrawnExample:
     """Draw a digit, which is to be entered."""
     digit = pick(rng, DIGITS)
-    tried = _tried(rng, [digit, *DIGITS.replace(digit, "")])
     x, y = np.array(picture.size) / 2 + rng.uniform(-4, 4, 2)
     colour = pick(rng, list(COLOURS))
     ImageDraw.Draw(picture).text((x, y), digit, COLOURS[colour], _FONT, anchor="mm")
-    question, calls = "Enter the digit and press OK.", [call("type", text=tried), click(OK)]
-    return _example(rng, picture, question, digit, "digit", f"{digit} {colour}", calls, tried)
-
-
-def _tried(rng: np.random.Generator, choices: Sequence[T]) -> T:
-    """Return the first of the choices, which is right, in RIGHT of all solutions, else any."""
-    return choices[0] if rng.random() < RIGHT else pick(rng, choices)
+    question, calls = "Enter the digit and press OK.", [call("type", text=digit), click(OK)]
+    return _example(rng, picture, question, digit, "digit", f"{digit} {colour}", calls, digit)
 
 
 def _shapes(
@@ -102,7 +98,7 @@ def _shapes(
     others = [kind for kind in SHAPE_KINDS if kind != first]
     shapes = [(colours[0], first), *((colour, pick(rng, others)) for colour in colours[1:])]
     for cell, (colour, kind) in zip(cells, shapes, strict=True):
-        radius = rng.uniform(9, 12)
+        radius = rng.uniform(7, 9.5)
         x, y = (np.array([cell % COLUMNS, cell // COLUMNS]) + 0.5) * CELL + rng.uniform(-1, 1, 2)
         draw_shape(ImageDraw.Draw(picture), kind, COLOURS[colour], x, y, radius)
     return shapes
@@ -127,9 +123,7 @@ def _example(
     calls: Sequence[str],
     entered: str = "",
 ) -> DrawnExample:
-    """Return an example with its lessons. They teach what is where, and scripted solutions of the
-    task, some of which act on a random shape or digit: that it has to be the one that is asked for,
-    RL has to teach.
+    """Return an example with its lessons: what is where, and the scripted solution.
 
     calls: The solution. entered: What the field shows after its first call.
     """
@@ -158,12 +152,22 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 @cache
 def _paper() -> Image.Image:
-    """Return the paper of pictures. Its colour tells the column and the row, because so small a
-    model does not learn within minutes where a token of an image lies.
+    """Return the paper of pictures. The shades of a cell's frame tell its column and its row,
+    because so small a model does not learn within minutes where a token of an image lies.
     """
-    rows, columns = np.indices((ROWS, COLUMNS)).repeat(CELL, 1).repeat(CELL, 2)
-    paper = np.stack([255 - 30 * columns, np.full_like(rows, 240), 255 - 45 * rows], axis=-1)
-    return Image.fromarray(paper.astype(np.uint8))
+    paper = Image.new("L", (COLUMNS * CELL, ROWS * CELL))
+    pen = ImageDraw.Draw(paper)
+    for cell in range(COLUMNS * ROWS):
+        column, row = cell % COLUMNS, cell // COLUMNS
+        x, y = column * CELL, row * CELL
+        for inset, across, shade in (
+            (0, 0, 255 - 85 * column),
+            (4, 0, 255 - 127 * row),
+            (4, 4, 245),
+        ):
+            box = (x + inset, y + across, x + CELL - 1 - inset, y + CELL - 1 - across)
+            pen.rectangle(box, fill=shade)
+    return paper.convert("RGB")
 
 
 @cache
