@@ -24,7 +24,10 @@ class Board(Browser):
     async def reset(self, row: Example, seed: int) -> Observation:
         """Open the page. The policy sees the row's image in the screenshot only."""
         self._picture = base64.b64encode(row.images[0]).decode()
-        return await super().reset(replace(row, images=()), seed)
+        asked = [
+            {**said, "content": said["content"].replace("<image>", "")} for said in row.messages
+        ]
+        return await super().reset(replace(row, images=(), chat=tuple(asked)), seed)
 
     async def open(self, row: Example, seed: int) -> str:
         """Open the page with the row's picture."""
