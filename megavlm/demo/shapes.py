@@ -196,7 +196,7 @@ class Start:
     start, None for those of its recipe.
     """
 
-    sizes: Mapping[str, float] = field(default_factory=dict)
+    sizes: Mapping[str, Any] = field(default_factory=dict)
     warm_steps: int | None = None
 
 
