@@ -9,7 +9,7 @@ from megavlm.environments.base import Context, Observation, Step
 from megavlm.environments.browser.environment import Browser
 from megavlm.rewards.base import Example
 
-SIDE = 112  # pixels of the page
+SIDE = 84  # pixels of the page
 
 
 class Board(Browser):

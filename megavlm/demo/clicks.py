@@ -1,7 +1,7 @@
 """Small tasks on a page (board.html) in a real browser: click a colour, enter a digit, choose from
 a row. The last two end by a click on OK.
 
-The page has 112 x 112 pixels. A cell of its picture (28 x 28) is one token of Qwen2.5-VL's tower.
+The page has 84 x 84 pixels. A cell of its picture (28 x 28) is one token of Qwen2.5-VL's tower.
 """
 
 import asyncio
@@ -21,19 +21,22 @@ from megavlm.environments.base import Image as Shown
 from megavlm.environments.processes import make_environments
 from megavlm.rewards.base import Example, Score
 
-CELL, COLUMNS, ROWS = 28, 4, 3  # pixels of a cell's side, and cells of the picture
-FRAME = 4  # pixels of a cell's edge
-NUM_SHAPES = 4
+CELL, COLUMNS, ROWS = 28, 3, 2  # pixels of a cell's side, and cells of the picture
+# A column of the picture has a tint, and a row a brightness, because so small a model does not learn
+# within minutes where a token of an image lies.
+TINTS = ((255, 170, 170), (170, 255, 170), (170, 170, 255))
+BRIGHTNESS = (1.0, 0.6)
+NUM_SHAPES = 3
 SECOND = 0.25  # of the examples with two turns have a lesson of the second one, which is easy
 DIGITS = "0123456789"
-OK = (875, 875)  # the button's place, as the policy writes it: 0 to 1000 across and down
+OK = (833, 833)  # the button's place, as the policy writes it: 0 to 1000 across and down
 ENVIRONMENT = "megavlm.demo.board:Board"
-_FONT = ImageFont.load_default(64)
+_FONT = ImageFont.load_default(48)
 
 
 def draw_task(rng: np.random.Generator) -> DrawnExample:
     """Draw a task, with the lessons of its warm start."""
-    return pick(rng, [_click, _digit, _row])(rng, _paper().copy())
+    return pick(rng, [_click, _digit, _row])(rng)
 
 
 def call(action: str, **arguments: Any) -> str:
@@ -47,8 +50,8 @@ def click(place: Sequence[int]) -> str:
 
 
 def place_of(cell: int) -> tuple[int, int]:
-    """Return the middle of a cell (0 to 11) of the picture, as the policy writes it."""
-    return 125 + 250 * (cell % COLUMNS), 125 + 250 * (cell // COLUMNS)
+    """Return the middle of a cell (0 to 5) of the picture, as the policy writes it."""
+    return (167, 500, 833)[cell % COLUMNS], (167, 500)[cell // COLUMNS]
 
 
 def screen(picture: bytes, text: str = "") -> bytes:
@@ -58,10 +61,10 @@ def screen(picture: bytes, text: str = "") -> bytes:
     return png(whole)
 
 
-def _click(rng: np.random.Generator, picture: Image.Image) -> DrawnExample:
+def _click(rng: np.random.Generator) -> DrawnExample:
     """Draw shapes, one of which is to be clicked. No other has its kind or colour."""
     cells = rng.permutation(COLUMNS * ROWS)[:NUM_SHAPES].tolist()
-    shapes = _shapes(rng, picture, cells)
+    picture, shapes = _shapes(rng, cells)
     question = f"Click the {pick(rng, [f'{shapes[0][0]} shape', shapes[0][1]])}."
     calls = [click(place_of(cells[0]))]
     return _example(
@@ -69,17 +72,18 @@ def _click(rng: np.random.Generator, picture: Image.Image) -> DrawnExample:
     )
 
 
-def _row(rng: np.random.Generator, picture: Image.Image) -> DrawnExample:
+def _row(rng: np.random.Generator) -> DrawnExample:
     """Draw shapes in a row, one of which is to be chosen."""
-    cells = (rng.permutation(COLUMNS) + COLUMNS).tolist()
-    shapes, column = _shapes(rng, picture, cells), str(cells[0] % COLUMNS + 1)
+    cells = (rng.permutation(COLUMNS) + COLUMNS * rng.integers(ROWS)).tolist()
+    picture, shapes = _shapes(rng, cells)
+    column = str(cells[0] % COLUMNS + 1)
     question, calls = f"Choose {shapes[0][0]} and press OK.", [click(place_of(cells[0])), click(OK)]
     return _example(rng, picture, question, column, "row", _caption(shapes, cells), calls, column)
 
 
-def _digit(rng: np.random.Generator, picture: Image.Image) -> DrawnExample:
+def _digit(rng: np.random.Generator) -> DrawnExample:
     """Draw a digit, which is to be entered."""
-    digit = pick(rng, DIGITS)
+    picture, digit = Image.new("RGB", (COLUMNS * CELL, ROWS * CELL), "white"), pick(rng, DIGITS)
     x, y = np.array(picture.size) / 2 + rng.uniform(-4, 4, 2)
     colour = pick(rng, list(COLOURS))
     ImageDraw.Draw(picture).text((x, y), digit, COLOURS[colour], _FONT, anchor="mm")
@@ -88,20 +92,21 @@ def _digit(rng: np.random.Generator, picture: Image.Image) -> DrawnExample:
 
 
 def _shapes(
-    rng: np.random.Generator, picture: Image.Image, cells: Sequence[int]
-) -> list[tuple[str, str]]:
-    """Draw a shape in each of the cells, and return their colours and kinds. The kind of the first
-    one is no other's.
+    rng: np.random.Generator, cells: Sequence[int]
+) -> tuple[Image.Image, list[tuple[str, str]]]:
+    """Draw a shape in each of the cells. Return the picture, and the shapes' colours and kinds. The
+    kind of the first one is no other's.
     """
+    picture = _paper().copy()
     colours = [list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[: len(cells)]]
     first = pick(rng, SHAPE_KINDS)
     others = [kind for kind in SHAPE_KINDS if kind != first]
     shapes = [(colours[0], first), *((colour, pick(rng, others)) for colour in colours[1:])]
     for cell, (colour, kind) in zip(cells, shapes, strict=True):
-        radius = rng.uniform(7, 9.5)
+        radius = rng.uniform(8, 10)
         x, y = (np.array([cell % COLUMNS, cell // COLUMNS]) + 0.5) * CELL + rng.uniform(-1, 1, 2)
         draw_shape(ImageDraw.Draw(picture), kind, COLOURS[colour], x, y, radius)
-    return shapes
+    return picture, shapes
 
 
 def _caption(shapes: Sequence[tuple[str, str]], cells: Sequence[int]) -> str:
@@ -152,22 +157,14 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 @cache
 def _paper() -> Image.Image:
-    """Return the paper of pictures. The shades of a cell's frame tell its column and its row,
-    because so small a model does not learn within minutes where a token of an image lies.
-    """
-    paper = Image.new("L", (COLUMNS * CELL, ROWS * CELL))
-    pen = ImageDraw.Draw(paper)
-    for cell in range(COLUMNS * ROWS):
-        column, row = cell % COLUMNS, cell // COLUMNS
-        x, y = column * CELL, row * CELL
-        for inset, across, shade in (
-            (0, 0, 255 - 85 * column),
-            (4, 0, 255 - 127 * row),
-            (4, 4, 245),
-        ):
-            box = (x + inset, y + across, x + CELL - 1 - inset, y + CELL - 1 - across)
-            pen.rectangle(box, fill=shade)
-    return paper.convert("RGB")
+    """Return the paper of shapes, whose cells have the colours of their places."""
+    paper = Image.new("RGB", (COLUMNS * CELL, ROWS * CELL))
+    for row, brightness in enumerate(BRIGHTNESS):
+        for column, tint in enumerate(TINTS):
+            x, y = column * CELL, row * CELL
+            shade = tuple(int(brightness * part) for part in tint)
+            paper.paste(shade, (x, y, x + CELL, y + CELL))
+    return paper
 
 
 @cache
