@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from io import BytesIO
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from megavlm.environments.processes import make_environments
 from megavlm.rewards.base import Example, Score
 
 CELL, COLUMNS, ROWS = 28, 3, 2  # pixels of a cell's side, and cells of the picture
-# A column of the picture has a tint, and a row a brightness, because so small a model does not learn
-# within minutes where a token of an image lies.
+# A column of the picture has a tint, and a row a brightness, because so small a model does not
+# learn within minutes where a token of an image lies.
 TINTS = ((255, 170, 170), (170, 255, 170), (170, 170, 255))
 BRIGHTNESS = (1.0, 0.6)
 NUM_SHAPES = 3
@@ -65,11 +66,11 @@ def _click(rng: np.random.Generator) -> DrawnExample:
     """Draw shapes, one of which is to be clicked. No other has its kind or colour."""
     cells = rng.permutation(COLUMNS * ROWS)[:NUM_SHAPES].tolist()
     picture, shapes = _shapes(rng, cells)
-    question = f"Click the {pick(rng, [f'{shapes[0][0]} shape', shapes[0][1]])}."
-    calls = [click(place_of(cells[0]))]
-    return _example(
-        rng, picture, question, str(cells[0] + 1), "click", _caption(shapes, cells), calls
-    )
+    questions = _by_colour("Click the {} shape.", shapes, cells)
+    questions = {f"Click the {shapes[0][1]}.": cells[0], **questions}
+    question, calls = pick(rng, list(questions)[:2]), [click(place_of(cells[0]))]
+    caption, cell = _caption(shapes, cells), str(cells[0] + 1)
+    return _example(rng, picture, question, cell, "click", caption, calls, "", questions)
 
 
 def _row(rng: np.random.Generator) -> DrawnExample:
@@ -77,8 +78,10 @@ def _row(rng: np.random.Generator) -> DrawnExample:
     cells = (rng.permutation(COLUMNS) + COLUMNS * rng.integers(ROWS)).tolist()
     picture, shapes = _shapes(rng, cells)
     column = str(cells[0] % COLUMNS + 1)
-    question, calls = f"Choose {shapes[0][0]} and press OK.", [click(place_of(cells[0])), click(OK)]
-    return _example(rng, picture, question, column, "row", _caption(shapes, cells), calls, column)
+    questions = _by_colour("Choose {} and press OK.", shapes, cells)
+    question, calls = next(iter(questions)), [click(place_of(cells[0])), click(OK)]
+    caption = _caption(shapes, cells)
+    return _example(rng, picture, question, column, "row", caption, calls, column, questions)
 
 
 def _digit(rng: np.random.Generator) -> DrawnExample:
@@ -109,6 +112,13 @@ def _shapes(
     return picture, shapes
 
 
+def _by_colour(
+    question: str, shapes: Sequence[tuple[str, str]], cells: Sequence[int]
+) -> Mapping[str, int]:
+    """Return a question about the colour of each shape, with the shape's cell."""
+    return {question.format(colour): cell for (colour, _), cell in zip(shapes, cells, strict=True)}
+
+
 def _caption(shapes: Sequence[tuple[str, str]], cells: Sequence[int]) -> str:
     """Return shapes with their places, in the order of COLOURS. In the order of places it would
     take the model longer to see.
@@ -127,10 +137,13 @@ def _example(
     caption: str,
     calls: Sequence[str],
     entered: str = "",
+    questions: Mapping[str, int] = MappingProxyType({}),
 ) -> DrawnExample:
-    """Return an example with its lessons: what is where, and the scripted solution.
+    """Return an example with its lessons: what is where, and scripted solutions.
 
-    calls: The solution. entered: What the field shows after its first call.
+    calls: The solution. entered: What the field shows after its first call. questions:
+    Questions about the picture, with the cells that are to be clicked. A model that sees one
+    picture with several questions learns sooner to tell them apart.
     """
     file = png(picture)
     shown, tried = screen(file), _said("user", f"{question}\n\n<image>")
@@ -141,6 +154,11 @@ def _example(
     if entered and rng.random() < SECOND:
         turns = [tried, _said("assistant", calls[0]), _said("tool", "<image>")]
         lessons.append(_lesson(turns, [shown, screen(file, entered)], calls[1]))
+    lessons += [
+        _lesson([_said("user", f"{asked}\n\n<image>")], [shown], click(place_of(cell)))
+        for asked, cell in questions.items()
+        if asked != question
+    ]
     return DrawnExample((file,), question, answer, (answer,), "", task, lessons=tuple(lessons))
 
 

@@ -9,6 +9,7 @@ from megavlm.config.data import Data
 from megavlm.config.load import load
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
+from megavlm.demo.clicks import NUM_SHAPES
 from megavlm.demo.pipeline import RECIPES
 from megavlm.demo.shapes import write_dataset
 from megavlm.demo.tiny_model import make_tiny_model
@@ -60,7 +61,8 @@ def test_lessons_are_the_prompts_of_episodes(data: Path, tmp_path: Path, family:
             turns = [lessons[number]]
             if number + 1 < len(lessons) and len(lessons[number + 1].images) == 2:
                 turns.append(lessons[number + 1])
-            number += len(turns) + 1
+            others = {"click": NUM_SHAPES, "row": NUM_SHAPES - 1, "digit": 0}[row.category]
+            number += len(turns) + others + 1
             if (row.category, len(turns)) in seen or len(turns) == 1 != (row.category == "click"):
                 continue
             seen.add((row.category, len(turns)))
