@@ -66,9 +66,11 @@ def _click(rng: np.random.Generator) -> DrawnExample:
     """Draw shapes, one of which is to be clicked. No other has its kind or colour."""
     cells = rng.permutation(COLUMNS * ROWS)[:NUM_SHAPES].tolist()
     picture, shapes = _shapes(rng, cells)
-    questions = _by_colour("Click the {} shape.", shapes, cells)
-    questions = {f"Click the {shapes[0][1]}.": cells[0], **questions}
-    question, calls = pick(rng, list(questions)[:2]), [click(place_of(cells[0]))]
+    kind = shapes[0][1]
+    questions = {f"Click the {kind}.": _look_and_click(kind, cells[0])}
+    questions |= _by_colour("Click the {} shape.", shapes, cells)
+    question = pick(rng, list(questions)[:2])
+    calls = [questions[question]]
     caption, cell = _caption(shapes, cells), str(cells[0] + 1)
     return _example(rng, picture, question, cell, "click", caption, calls, "", questions)
 
@@ -79,7 +81,8 @@ def _row(rng: np.random.Generator) -> DrawnExample:
     picture, shapes = _shapes(rng, cells)
     column = str(cells[0] % COLUMNS + 1)
     questions = _by_colour("Choose {} and press OK.", shapes, cells)
-    question, calls = next(iter(questions)), [click(place_of(cells[0])), click(OK)]
+    question = next(iter(questions))
+    calls = [questions[question], click(OK)]
     caption = _caption(shapes, cells)
     return _example(rng, picture, question, column, "row", caption, calls, column, questions)
 
@@ -114,9 +117,20 @@ def _shapes(
 
 def _by_colour(
     question: str, shapes: Sequence[tuple[str, str]], cells: Sequence[int]
-) -> Mapping[str, int]:
-    """Return a question about the colour of each shape, with the shape's cell."""
-    return {question.format(colour): cell for (colour, _), cell in zip(shapes, cells, strict=True)}
+) -> dict[str, str]:
+    """Return a question about the colour of each shape, with its solution."""
+    return {
+        question.format(colour): _look_and_click(f"{colour} {kind}", cell)
+        for (colour, kind), cell in zip(shapes, cells, strict=True)
+    }
+
+
+def _look_and_click(shape: str, cell: int) -> str:
+    """Return a response that says what is where, as captions do, and then clicks there. Without it
+    the model clicks any of the shapes, because the question is too far from the coordinates.
+    """
+    x, y = place_of(cell)
+    return f"{shape} {x} {y}\n{click((x, y))}"
 
 
 def _caption(shapes: Sequence[tuple[str, str]], cells: Sequence[int]) -> str:
@@ -137,12 +151,12 @@ def _example(
     caption: str,
     calls: Sequence[str],
     entered: str = "",
-    questions: Mapping[str, int] = MappingProxyType({}),
+    questions: Mapping[str, str] = MappingProxyType({}),
 ) -> DrawnExample:
     """Return an example with its lessons: what is where, and scripted solutions.
 
     calls: The solution. entered: What the field shows after its first call. questions:
-    Questions about the picture, with the cells that are to be clicked. A model that sees one
+    Questions about the picture, with the responses to them. A model that sees one
     picture with several questions learns sooner to tell them apart.
     """
     file = png(picture)
@@ -155,8 +169,8 @@ def _example(
         turns = [tried, _said("assistant", calls[0]), _said("tool", "<image>")]
         lessons.append(_lesson(turns, [shown, screen(file, entered)], calls[1]))
     lessons += [
-        _lesson([_said("user", f"{asked}\n\n<image>")], [shown], click(place_of(cell)))
-        for asked, cell in questions.items()
+        _lesson([_said("user", f"{asked}\n\n<image>")], [shown], response)
+        for asked, response in questions.items()
         if asked != question
     ]
     return DrawnExample((file,), question, answer, (answer,), "", task, lessons=tuple(lessons))
