@@ -26,7 +26,7 @@ help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
 	@echo
 	@echo 'make demo takes DATA=DIR (your images), SEED=1, FAMILY=qwen3_vl, ALGORITHM=ppo (recipes/algorithms),'
-	@echo '  ENV=vqa_retry (zoom, gateway, geo3k, geo3k_calculator, vqa, caption, geospot, moved) and OVERRIDES="algorithm.steps=3"'
+	@echo '  ENV=vqa_retry (zoom, browser, gateway, geo3k, geo3k_calculator, vqa, caption, geospot, moved) and OVERRIDES="algorithm.steps=3"'
 	@echo '  Each ENV, ALGORITHM, FAMILY, SEED and DATA has a folder: runs/demo, runs/demo-zoom, runs/demo-qwen3_vl-seed1, ...'
 	@echo 'make test takes TESTS=tests/unit/data and JOBS=8, make parity takes CASES=..., any target PYTHON=python3.12'
 

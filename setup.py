@@ -18,6 +18,7 @@ setup(
     packages=find_packages(include=["megavlm*", "checkpoint_tools*"]),
     package_data={
         "megavlm": [
+            "demo/*.html",
             "inference/server_support/*.dist-info/*",
             "observability/templates/*",
             "slurm/*.j2",

@@ -20,7 +20,7 @@ from megavlm.config.data import Data
 from megavlm.config.load import load
 from megavlm.config.schema import Config
 from megavlm.demo.data import DemoData, draw_data, take_data
-from megavlm.demo.shapes import TASKS
+from megavlm.demo.shapes import STARTS, TASKS, Start
 from megavlm.demo.warm_start import plan_warm_start
 from megavlm.demo_folder import ALGORITHM, FAMILY
 from megavlm.families import FAMILIES, family_of
@@ -101,6 +101,7 @@ def run_demo(options: DemoOptions) -> None:
     options.check()
     run_dir, data, family = options.run_dir, options.data, options.family
     shown = load(options.recipe, list(options.overrides)).data
+    start = STARTS.get(options.algorithm, Start())
     _clear(run_dir)
     stage = _Stages()
     with stage("data", "draw images with questions" if data is None else f"read {data}"):
@@ -112,7 +113,7 @@ def run_demo(options: DemoOptions) -> None:
         from megavlm.demo.tiny_model import make_tiny_model
 
         disable_progress_bar()
-        make_tiny_model(model, sets.texts(), seed=options.seed, family=family)
+        make_tiny_model(model, sets.texts(), seed=options.seed, family=family, **start.sizes)
     platform.install()  # must precede the first import of megatron-core
     with stage("import", "import it into a Megatron checkpoint"):
         from checkpoint_tools.import_hf import import_hf
@@ -144,7 +145,7 @@ def run_demo(options: DemoOptions) -> None:
         f"data.max_prompt_tokens={shown.max_prompt_tokens}",
         f"data.video_key={_yaml(shown.video_key)}",
     ]
-    warm_steps = options.warm_steps
+    warm_steps = start.warm_steps if options.warm_steps is None else options.warm_steps
     with stage("warm start", "supervised warm start, from which the model learns to see"):
         if data is not None:
             planned = plan_warm_start(load(RECIPES / warm_recipe, warm_keys), warm_steps)

@@ -8,7 +8,8 @@ import pytest
 from megavlm.environments.browser.chromium import find_chromium
 
 needs_chromium = pytest.mark.skipif(
-    find_chromium() is None, reason="a browser needs Chromium (apt-get install chromium)"
+    find_chromium() is None,
+    reason="a browser needs Chromium (apt-get install chromium-headless-shell)",
 )
 
 

@@ -15,7 +15,15 @@ from megavlm.process import die_with
 from megavlm.subprocess_pool.limits import limit_data_only
 from megavlm.temporary import temporary_folder
 
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
+# A headless shell has no windows, whose parts cost more than a small page.
+PROGRAMS = (
+    "chromium-headless-shell",
+    "chrome-headless-shell",
+    "chromium",
+    "chromium-browser",
+    "google-chrome-stable",
+    "google-chrome",
+)
 START_SECONDS, KILL_SECONDS = 30.0, 10.0
 _PORT_FILE = "DevToolsActivePort"  # Chromium writes its port and the path of its socket here
 _LOG = "log"
@@ -41,7 +49,10 @@ _FLAGS = (
     "--lang=en-US",
     # WebRTC would go past the proxy.
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
-    "--disable-features=Translate,MediaRouter,OptimizationHints,AutofillServerCommunication",
+    "--disable-features=Translate,MediaRouter,OptimizationHints,AutofillServerCommunication,"
+    # Else each window starts three more renderers, for parts of it that nobody sees.
+    "SpareRendererForSitePerProcess,WebUIOmniboxPopup,WebUIOmniboxAimPopup,WebUIOmniboxFullPopup,"
+    "PreloadTopChromeWebUI",
 )
 
 

@@ -108,8 +108,8 @@ class Browser(Computer):
         program = self._program or find_chromium()
         if program is None:
             raise ValueError(
-                "there is no Chromium: install it (apt-get install chromium), or set "
-                "environment.options.chromium to its path"
+                "there is no Chromium: install it (apt-get install chromium-headless-shell), "
+                "or set environment.options.chromium to its path"
             )
         return Settings(program, os.path.abspath(self._pages), self._origins)
 

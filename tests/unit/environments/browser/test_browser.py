@@ -223,7 +223,8 @@ def test_hostile_pages_cost_their_episodes_or_less(tmp_path: Path) -> None:
             session = await opened(made, tool_timeout=3)
             try:
                 async with asyncio.timeout(scaled(12 if name in ("busy", "alarms") else 60)):
-                    said = texts(await session.reset(page(f"{name}.html"), 0))
+                    place = name if "://" in name else f"{name}.html"
+                    said = texts(await session.reset(page(place), 0))
                     for call in calls:
                         step = await session.step(call)
                         if step.done:
@@ -245,6 +246,7 @@ def test_hostile_pages_cost_their_episodes_or_less(tmp_path: Path) -> None:
                     for name, calls in (
                         *((name, ()) for name in ("dialogs", "unload", "tall", "slow", "never")),
                         *((name, ()) for name in ("redirects", "again", "download", "popups")),
+                        (f"http://{host}/loop", ()),
                         *((name, (click,)) for name in ("closes", "busy", "alarms", "greedy")),
                         ("good", (wait, wait, wait, click)),
                     )
@@ -271,6 +273,7 @@ def test_hostile_pages_cost_their_episodes_or_less(tmp_path: Path) -> None:
         assert text in str(found[name]), (name, found)
         del found[name]
     assert not isinstance(found.pop("popups"), Exception)
+    assert "ERR_TOO_MANY_REDIRECTS" in str(found.pop(f"http://{host}/loop"))
     del found["again"]  # a screenshot may meet two reloads in a row
     for name in ("busy", "alarms"):
         assert isinstance(found.pop(name), TimeoutError), name
@@ -291,7 +294,7 @@ def named(found: list[psutil.Process], word: str) -> list[psutil.Process]:
     return [p for p in found if word in (c := command(p)) and not any(o in c for o in others)]
 
 
-def test_a_dead_browser_costs_its_episodes_only(tmp_path: Path) -> None:
+def test_a_dead_browser_or_worker_costs_its_episodes_only(tmp_path: Path) -> None:
     write(tmp_path, form=FORM)
 
     async def work() -> None:
@@ -321,6 +324,15 @@ def test_a_dead_browser_costs_its_episodes_only(tmp_path: Path) -> None:
                 assert len(made._processes) == 1 and made._processes[0].takes_sessions
                 await gone([browser, driver])
                 assert not children(made)  # the browser ends with its last session
+            session = await opened(made)
+            await session.reset(page("form.html"), 0)
+            left = children(made)
+            os.kill(made._processes[0]._process.pid, signal.SIGKILL)
+            with pytest.raises(CallFailure):
+                await session.step(act(action="wait", amount=0))
+            fresh = await opened(made)  # in another process
+            assert isinstance(parts(await fresh.reset(page("form.html"), 0))[-1], Image)
+            await gone(left)
 
     asyncio.run(work())
 
