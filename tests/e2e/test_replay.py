@@ -32,7 +32,7 @@ SECTIONS: dict[str, Any] = {
 }
 OF_TRAINING = (
     "seconds/", "sync_", "skipped_bad", "skipped_long", "time", "tokens_per_second",
-    "flops_per_second", "mfu", "modelled/", "trainer_idle_share",
+    "flops_per_second", "mfu", "modelled/", "trainer_idle_share", "image_bytes_sent", "images_",
 )  # fmt: skip
 
 

@@ -17,12 +17,14 @@ from sglang.srt.models.internvl import InternVisionModel
 from sglang.srt.models.minicpmv import MiniCPMV_VisionTransformer
 from sglang.srt.models.qwen2_5_vl import Qwen2_5_VisionTransformer
 from sglang.srt.models.qwen2_vl import Qwen2VisionTransformer
+from sglang.srt.models.qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
 from sglang.srt.models.qwen3_vl import Qwen3VLMoeVisionModel
 from sglang.srt.runtime_context import get_context, get_parallel
 
 sys.path.append(sys.argv[1])  # this project's folder
 
 from megavlm.families import FAMILIES
+from megavlm.model_config import trained_config
 from megavlm.models.common.tiny import TinySizes, tiny_config, tiny_family
 
 TOWERS = {
@@ -34,6 +36,7 @@ TOWERS = {
     "qwen3_5_moe": Qwen3VLMoeVisionModel,
     "glm4v": Glm4vVisionModel,
     "glm4v_moe": Glm4vVisionModel,
+    "qwen3_omni_moe": Qwen3OmniMoeVisionEncoder,
 }
 GRIDS = [[1, 4, 4], [1, 20, 12], [1, 20, 12], [1, 2, 30], [2, 8, 6]]
 
@@ -42,7 +45,7 @@ def difference(family: str) -> tuple[float, float]:
     """Return the largest difference and the largest magnitude of a tower's features."""
     sizes = TinySizes(full_attention_blocks=[1] if family == "qwen2_5_vl" else None)
     ids = {token: index for index, token in enumerate(tiny_family(family).tokens.special)}
-    config = tiny_config(family, sizes, 64, ids).vision_config
+    config = trained_config(tiny_config(family, sizes, 64, ids)).vision_config
     torch.manual_seed(0)
     config.num_dummy_heads = 0  # SGLang's models set it before they build the tower
     tower, inputs = tower_of(family, config)

@@ -29,7 +29,7 @@ from tests.parity.reference import Reference
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 from tests.support.fork import launch
 from tests.support.levels import slow
-from tests.support.lora_reference import ALPHA, RANK, pair
+from tests.support.lora_reference import ALPHA, RANK, heard, pair
 from tests.support.lora_runs import DENSE, EXPERTS, TOWER, lora_folder, set_pairs, start
 from tests.unit.checkpoint_tools.conftest import Folder
 from tests.unit.checkpoint_tools.lora_models import (
@@ -104,7 +104,8 @@ def trained(folder: Path, merged: Path, checkpoint: Path, settings: LoRA) -> dic
     names = linear_names(model.config, model.visual)
     run.add(settings)
     load_checkpoint(checkpoint, chunks=run.chunks)
-    reference, cases = Reference(merged), Inputs(folder).sequences("mixed")
+    reference = Reference(merged)
+    cases = Inputs(folder).sequences(heard(reference.config))
     worst = 0.0
     for pack, group, ours in zip(run.packs, run.groups, run.logits(), strict=True):
         rows: list[Tensor] = []

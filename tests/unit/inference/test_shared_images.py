@@ -143,7 +143,7 @@ def test_videos_whose_patches_cannot_be_read_come_with_their_hashes(process: Any
     from megavlm.inference.server_support import megavlm_videos
 
     processor = our_processor(model_folder("qwen2_5_vl"))
-    token_ids = processor.image_token_id, processor.video_token_id
+    token_ids = processor.image_token_id, processor.video_token_id, None
     for name, prompt in video_prompts(processor).items():
         content = b"".join(processed_media(prompt))
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
