@@ -222,7 +222,8 @@ def language_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_unquantised(values: Mapping[str, Any], path: Path) -> None:
     """Raise ValueError if a config.json names a quantisation. path: Its file or folder."""
-    if (settings := values.get("quantization_config")) is not None:
+    settings = values.get("quantization_config", model_values(values).get("quantization_config"))
+    if settings is not None:
         method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
         raise ValueError(
             f"{path} describes quantised weights ({method}), but they can be neither trained nor "

@@ -338,13 +338,13 @@ def test_experts_come_back_in_the_form_they_came_in_or_as_asked(
     assert all(torch.equal(came[name], turned[name]) for name in came)
 
 
+@pytest.mark.parametrize("part", [None, "thinker_config"])
 def test_quantised_weights_are_refused(
-    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    part: str | None, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((hf / "config.json").read_text())
-    (hf / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
-    )
+    quantised = {"quantization_config": {"quant_method": "fp8"}}
+    (hf / "config.json").write_text(json.dumps(config | ({part: quantised} if part else quantised)))
     refused(
         tmp_path, r"describes quantised weights \(fp8\), .*: take the model in bfloat16", capsys
     )
