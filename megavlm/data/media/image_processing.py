@@ -58,7 +58,14 @@ class PatchFormat:
 
     @classmethod
     def of(
-        cls, processor: Any, *, patch: int, temporal: int, merge: int, sends_frames: bool = False
+        cls,
+        processor: Any,
+        *,
+        patch: int,
+        temporal: int,
+        merge: int,
+        sends_frames: bool = False,
+        takes_patches: bool = False,
     ) -> "PatchFormat":
         """Return the format with the mean and the deviation of a processor of transformers.
 
@@ -71,7 +78,7 @@ class PatchFormat:
             tuple((torch.tensor(x) * (1.0 / processor.rescale_factor)).tolist())
             for x in (processor.image_mean, processor.image_std)
         )
-        return cls(mean, std, patch, temporal, merge, sends_frames)
+        return cls(mean, std, patch, temporal, merge, sends_frames, takes_patches)
 
     def grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Return the grid (t, h, w) in patches of `frames` frames of height x width pixels."""

@@ -3,7 +3,6 @@
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,18 +24,25 @@ class ResizedImages(ImageProcessor):
     """Images of any size, resized to a multiple of a token's side within bounds on their pixels."""
 
     def __init__(
-        self, hf_config: Any, processor: Any, data: Data, cache: ImageCache, **sending: bool
+        self,
+        hf_config: Any,
+        processor: Any,
+        data: Data,
+        cache: ImageCache,
+        *,
+        is_sent_processed: bool = False,
     ) -> None:
         """Set the bounds on the number of pixels of a resized image; None in `data` uses the
-        folder's bound. processor: transformers' processor. sending: Fields of PatchFormat about
-        what servers are sent.
+        folder's bound. processor: transformers' processor. is_sent_processed:
+        See `format_of`.
 
         Raises ValueError for bounds wider than the folder's: the rollout server applies the
         folder's bounds and would resize the images again. Also raises ValueError as
         `PatchFormat.of` does.
         """
         image_processor = processor.image_processor
-        super().__init__(hf_config.image_token_id, format_of(image_processor, **sending), cache)
+        format_ = format_of(image_processor, is_sent_processed=is_sent_processed)
+        super().__init__(hf_config.image_token_id, format_, cache)
         smallest, largest = self.folder_bounds(image_processor)
         low = smallest if data.min_pixels is None else data.min_pixels
         high = largest if data.max_pixels is None else data.max_pixels
@@ -231,12 +237,15 @@ def resize(processor: Any, pixels: Tensor, height: int, width: int) -> Tensor:
 images = ResizedImages
 
 
-def format_of(processor: Any, **sending: bool) -> PatchFormat:
-    """Return the format of an image or video processor's patches. sending: Further fields of it."""
-    format_ = PatchFormat.of(
+def format_of(processor: Any, *, is_sent_processed: bool = False) -> PatchFormat:
+    """Return the format of an image or video processor's patches. is_sent_processed: True if
+    servers are sent the frames of images and not pictures, and take them cut in patches.
+    """
+    return PatchFormat.of(
         processor,
         patch=processor.patch_size,
         temporal=processor.temporal_patch_size,
         merge=processor.merge_size,
+        sends_frames=is_sent_processed,
+        takes_patches=is_sent_processed,
     )
-    return replace(format_, **sending)  # type: ignore[arg-type]  # both are flags

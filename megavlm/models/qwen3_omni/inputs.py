@@ -20,13 +20,12 @@ from megavlm.models.qwen3_omni.config import count_tokens
 
 __all__ = ["audio", "images", "model_inputs", "positions", "videos"]
 
-# transformers' processor of this family cannot count an image's tokens, as SGLang asks it to.
-SENDING = {"sends_frames": True, "takes_patches": True}
-
 
 def images(hf_config: Any, processor: Any, data: Data, cache: ImageCache) -> ResizedImages:
-    """Return the images of prompts. processor: transformers' processor."""
-    return ResizedImages(hf_config, processor, data, cache, **SENDING)
+    """Return the images of prompts. processor: transformers' processor, which in this family cannot
+    count an image's tokens, as SGLang asks it to.
+    """
+    return ResizedImages(hf_config, processor, data, cache, is_sent_processed=True)
 
 
 class Videos(TokensOnly):
@@ -46,7 +45,7 @@ def audio(hf_config: Any, processor: Any, cache: ImageCache) -> AudioProcessor:
     """Return the audio of prompts."""
     return AudioProcessor(
         hf_config.audio_token_id,
-        format_of(processor.image_processor, **SENDING),
+        format_of(processor.image_processor, is_sent_processed=True),
         processor.feature_extractor,
         partial(count_tokens, chunk=2 * hf_config.audio_config.n_window),
         cache,

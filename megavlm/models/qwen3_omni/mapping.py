@@ -5,10 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from megavlm.models.common.mapping import Entry, joined, same
-from megavlm.models.common.mapping_parts import attention, experts, language_model, mlp
 from megavlm.models.qwen3_omni.config import CONVOLUTIONS, halved
-from megavlm.models.qwen3_vl.config import expert_layers
-from megavlm.models.qwen3_vl.mapping import tower_entries
+from megavlm.models.qwen3_vl.mapping import text_entries, tower_entries
 
 # Names of the mergers' modules in Qwen3-VL and here.
 MERGERS = (
@@ -21,7 +19,11 @@ MERGERS = (
 
 def mapping(config: Any) -> list[Entry]:
     """Return an entry for every tensor. `config` is transformers' Qwen3OmniMoeThinkerConfig."""
-    entries = [*_tower(config.vision_config), *_audio(config.audio_config), *_text(config)]
+    entries = [
+        *_tower(config.vision_config),
+        *_audio(config.audio_config),
+        *text_entries(config, "model", separate=True),
+    ]
     return [replace(entry, hf=tuple(f"thinker.{name}" for name in entry.hf)) for entry in entries]
 
 
@@ -63,22 +65,6 @@ def _block(megatron: str, hf: str, audio: Any) -> Iterator[Entry]:
     yield from _norm(f"{megatron}.norm2", f"{hf}.final_layer_norm", size)
     yield from _linear(f"{megatron}.mlp.fc1", f"{hf}.fc1", ffn, size)
     yield from _linear(f"{megatron}.mlp.fc2", f"{hf}.fc2", size, ffn)
-
-
-def _text(config: Any) -> Iterator[Entry]:
-    text = config.text_config
-    has_experts = expert_layers(text.to_dict())
-
-    def layer(index: int, megatron: str, hf: str) -> Iterator[Entry]:
-        yield from attention(
-            text, megatron, hf, head_dim=text.head_dim, qkv_bias=False, qk_norm=True
-        )
-        if has_experts[index]:
-            yield from experts(text, megatron, hf, text.num_experts, separate=True)
-        else:
-            yield from mlp(text, megatron, hf)
-
-    return language_model(config, "model", layer)
 
 
 def _linear(megatron: str, hf: str, rows: int, columns: int) -> Iterator[Entry]:

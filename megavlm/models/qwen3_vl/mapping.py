@@ -21,7 +21,10 @@ def mapping(config: Any) -> list[Entry]:
     Qwen3VLMoeConfig.
     """
     num_levels = len(config.vision_config.deepstack_visual_indexes)
-    return [*tower_entries(config.vision_config, num_levels=num_levels), *_text_entries(config)]
+    return [
+        *tower_entries(config.vision_config, num_levels=num_levels),
+        *text_entries(config, "model.language_model", transposed=True),
+    ]
 
 
 def tower_entries(vision: Any, *, num_levels: int) -> Iterator[Entry]:
@@ -29,7 +32,12 @@ def tower_entries(vision: Any, *, num_levels: int) -> Iterator[Entry]:
     return tower("model.visual", vision, vision.hidden_size, _vision_shapes(vision, num_levels))
 
 
-def _text_entries(config: Any) -> Iterator[Entry]:
+def text_entries(
+    config: Any, hf_root: str, *, transposed: bool = False, separate: bool = False
+) -> Iterator[Entry]:
+    """Return the language model's entries. hf_root: Its prefix on the hub. transposed, separate:
+    How the hub holds experts (mapping_parts.experts).
+    """
     text = config.text_config
     has_experts = expert_layers(text.to_dict())
 
@@ -38,11 +46,13 @@ def _text_entries(config: Any) -> Iterator[Entry]:
             text, megatron, hf, head_dim=text.head_dim, qkv_bias=False, qk_norm=True
         )
         if has_experts[index]:
-            yield from experts(text, megatron, hf, text.num_experts, transposed=True)
+            yield from experts(
+                text, megatron, hf, text.num_experts, transposed=transposed, separate=separate
+            )
         else:
             yield from mlp(text, megatron, hf)
 
-    return language_model(config, "model.language_model", layer)
+    return language_model(config, hf_root, layer)
 
 
 def _vision_shapes(vision: Any, num_levels: int) -> dict[str, Shape]:
