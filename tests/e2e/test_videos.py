@@ -1,4 +1,6 @@
-"""Whole runs on video files: layouts, rollouts ahead, a replay, an evaluation; the real server."""
+"""Whole runs on video files: layouts, rollouts ahead, a replay, an evaluation; one on audio. The
+server is the real one.
+"""
 
 import json
 from typing import Any
@@ -6,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megavlm.demo.data import DemoData
+from megavlm.demo.tiny_model import make_tiny_model
 from tests.e2e.conftest import Running, World
+from tests.parity.inputs import clip, image
 from tests.support.video_files import encode_video
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.xdist_group("runs")]
@@ -105,3 +110,48 @@ def test_an_evaluation_shows_videos(world: World, data: dict[str, Any]) -> None:
     assert result["shuffled"]["overall"]["count"] == 6
     page = (world.root / "videos_evaluated/evaluation.html").read_text()
     assert page.count("<article") == 6 and page.count("image of the prompt") == 9
+
+
+def test_steps_with_audio_and_images(world: World) -> None:
+    """Both towers are trained. The server computes what the trainer computes, with the experts that
+    it chose, before and after a push.
+    """
+    model, folder = world.root / "with_audio", world.root / "audio"
+    sets = (world.root / f"data/{name}.parquet" for name in ("train", "test", "warm_start"))
+    make_tiny_model(model, DemoData(*sets, "task").texts(), seed=0, family="qwen3_omni_moe")
+    folder.mkdir()
+    lines = []
+    for number in range(12):
+        row: dict[str, Any] = {"problem": "What color is the shape?", "answer": "red"}
+        if number % 3:
+            (folder / f"{number}.wav").write_bytes(clip(0.6 + 0.37 * number, number))
+            row |= {"audio": [f"{number}.wav"], "problem": "<audio>" + row["problem"]}
+        if number % 3 < 2:
+            (folder / f"{number}.png").write_bytes(image(84, 56, number))
+            row |= {"images": [f"{number}.png"], "problem": "<image>" + row["problem"]}
+        lines.append(json.dumps({"images": [], "audio": [], **row}))
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    recipe = world.recipe(
+        "audio_steps",
+        model={"folder": str(model), "freeze_tower": False, "freeze_merger": False},
+        data={
+            "train_files": [str(file)],
+            "test_files": [str(file)],
+            "image_keys": ["images"],
+            "audio_key": "audio",
+            "category_key": None,
+            "max_prompt_tokens": 128,
+            "pack_tokens": 1024,
+        },
+        parallel={"data": 2, "expert": 2},
+        algorithm=GRPO | {"routing_replay": True},
+        optimizer={"lr": 1e-3},
+        rollout={"max_new_tokens": 8},
+        evaluation=EVALUATION,
+    )
+    done = world.megavlm("train", recipe)
+    assert done.returncode == 0, done.stderr
+    for step in world.metrics("audio_steps"):
+        assert step["rollout_max_difference"] < 1e-4
+        assert step["skipped_updates"] == 0 < step["gradient_norm"]

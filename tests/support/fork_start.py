@@ -31,6 +31,12 @@ def take_streams(*streams: int) -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    # Libraries' handlers have pytest's stream, whose descriptor may be a socket of gloo by now: a
+    # warning of transformers in it would stop a collective forever.
+    for reference in logging._handlerList:  # type: ignore[attr-defined]
+        handler = reference()
+        if type(handler) is logging.StreamHandler:
+            handler.stream = sys.stderr
 
 
 def forget_parent(environment: Mapping[str, str] | None) -> None:
