@@ -18,6 +18,11 @@ from megavlm.data.media.image_sources import IGNORED
 IMAGE_PLACEHOLDER = "<image>"
 VIDEO_PLACEHOLDER = "<video>"
 AUDIO_PLACEHOLDER = "<audio>"
+_PLACEHOLDERS = {
+    "image": IMAGE_PLACEHOLDER,
+    "video": VIDEO_PLACEHOLDER,
+    "audio": AUDIO_PLACEHOLDER,
+}
 
 ROLES = ("system", "user", "assistant", "tool")
 _ROLE_NAMES = {"human": "user", "gpt": "assistant", "observation": "tool", "tool_response": "tool"}
@@ -36,9 +41,6 @@ _KINDS = {
     "input_audio": "audio",
 }
 _SOURCES = ("bytes", "url", "path", "base64")
-_IMAGE_KEYS = ("image", "image_url", *_SOURCES)
-_VIDEO_KEYS = ("video", "video_url", *_SOURCES)
-_AUDIO_KEYS = ("audio", "audio_url", "input_audio", *_SOURCES)
 # Keys that say whether the message is trained on: OpenAI's name, then ms-swift's.
 _TRAINED_KEYS = ("weight", "loss", "loss_scale")
 
@@ -109,14 +111,7 @@ class _Parts:
             raise ValueError(
                 f"{where} has the part {part!r:.80}; its type must be text, image, video or audio"
             )
-        if kind == "text":
-            text = given.pop("text")
-        elif kind == "image":
-            text = self._image(given, where)
-        elif kind == "video":
-            text = self._video(given, where)
-        else:
-            text = self._clip(given, where)
+        text = given.pop("text") if kind == "text" else self._medium(kind, given, where)
         if given.get("text") == "":
             del given["text"]
         if given:
@@ -126,44 +121,29 @@ class _Parts:
             )
         return text
 
-    def _image(self, given: dict[str, Any], where: str) -> str:
-        """Collect the image of a part, and remove the keys that are read from `given`."""
-        index = given.pop("index", None)
-        if index is not None and index != len(self.images) + self.num_bare["image"]:
+    def _medium(self, kind: str, given: dict[str, Any], where: str) -> str:
+        """Collect the image, video or clip of a part, and remove the keys that are read from
+        `given`. Returns its placeholder.
+        """
+        items = {"image": self.images, "video": self.videos, "audio": self.audio}[kind]
+        index = given.pop("index", None) if kind == "image" else None
+        if index is not None and index != len(items) + self.num_bare[kind]:
             raise ValueError(
                 f"{where} has an image part with index={index!r:.80}; images are taken in order"
             )
-        found = {key: given.pop(key) for key in _IMAGE_KEYS if key in given}
-        if not found:
-            self.num_bare["image"] += 1
-            return IMAGE_PLACEHOLDER
-        self.images.append(_item(found, where))
-        return IMAGE_PLACEHOLDER
-
-    def _video(self, given: dict[str, Any], where: str) -> str:
-        """Collect the video of a part, and remove the keys that are read from `given`."""
-        found = {key: given.pop(key) for key in _VIDEO_KEYS if key in given}
-        if not found:
-            self.num_bare["video"] += 1
-            return VIDEO_PLACEHOLDER
-        item = _item(found, where)
-        if isinstance(item, list):
-            rates = [given.pop(key) for key in ("sample_fps", "fps") if key in given]
-            item = {"frames": item, "fps": rates[0] if rates else None}
-        self.videos.append(item)
-        return VIDEO_PLACEHOLDER
-
-    def _clip(self, given: dict[str, Any], where: str) -> str:
-        """Collect the clip of a part, and remove the keys that are read from `given`."""
-        found = {key: given.pop(key) for key in _AUDIO_KEYS if key in given}
-        if not found:
-            self.num_bare["audio"] += 1
-            return AUDIO_PLACEHOLDER
-        item = _item(found, where)
-        if isinstance(item, Mapping) and "data" in item:  # OpenAI's input_audio
-            item = {"base64": item["data"]}
-        self.audio.append(item)
-        return AUDIO_PLACEHOLDER
+        names = (*(name for name, of in _KINDS.items() if of == kind), *_SOURCES)
+        found = {key: given.pop(key) for key in names if key in given}
+        if found:
+            item = _item(found, where)
+            if kind == "video" and isinstance(item, list):
+                rates = [given.pop(key) for key in ("sample_fps", "fps") if key in given]
+                item = {"frames": item, "fps": rates[0] if rates else None}
+            if kind == "audio" and isinstance(item, Mapping) and "data" in item:
+                item = {"base64": item["data"]}  # OpenAI's input_audio
+            items.append(item)
+        else:
+            self.num_bare[kind] += 1
+        return _PLACEHOLDERS[kind]
 
 
 def read_chat(value: Sequence[Any]) -> Chat:
