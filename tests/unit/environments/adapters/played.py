@@ -52,6 +52,17 @@ async def pool(name: str, **settings: Any) -> AsyncIterator[EnvironmentPool]:
         await made.close()
 
 
+def refused(name: str, problem: str, **settings: Any) -> None:
+    """A run with an environment of these settings ends before it starts."""
+
+    async def start() -> None:
+        async with pool(name, **settings):
+            pass
+
+    with pytest.raises(ValueError, match=problem):
+        asyncio.run(start())
+
+
 Play = Callable[[RemoteEnvironment, Observation], Awaitable[T]]
 
 

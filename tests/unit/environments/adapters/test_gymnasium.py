@@ -23,8 +23,8 @@ from tests.unit.environments.adapters.played import (
     pixels,
     play,
     pool,
+    refused,
     texts,
-    user_modules,
 )
 
 WALK = {"id": "gym_environments:Walk-v0", "actions": ["back", "forth"]}
@@ -33,12 +33,6 @@ LAKE = {
     "make": {"is_slippery": False},
     "actions": ["left", "down", "right", "up"],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules() -> Iterator[None]:
-    with user_modules():
-        yield
 
 
 def test_an_environment_of_the_library_is_played_to_its_reward() -> None:
@@ -227,9 +221,4 @@ def test_an_environment_that_ends_its_process_fails_and_others_start() -> None:
 def test_options_that_do_not_fit_end_a_run_before_it_starts(
     options: dict[str, Any], problem: str
 ) -> None:
-    async def start() -> None:
-        async with pool("gymnasium", options=options):
-            pass
-
-    with pytest.raises(ValueError, match=problem):
-        asyncio.run(start())
+    refused("gymnasium", problem, options=options)

@@ -40,18 +40,12 @@ from tests.unit.environments.adapters.played import (
     pixels,
     play,
     pool,
+    refused,
     serves,
-    user_modules,
 )
 
 COMMAND = f"{sys.executable} {USER / 'mcp_server.py'}"
 FAILURE = "error: fail: Error executing tool fail: no luck"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules() -> Iterator[None]:
-    with user_modules():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -287,18 +281,8 @@ def test_no_server_outlives_the_process_of_its_episode() -> None:
 def test_a_server_that_does_not_start_ends_a_run_before_it_starts(
     tools: list[str], problem: str
 ) -> None:
-    async def start() -> None:
-        async with pool("tools", tools=tuple(tools)):
-            pass
-
-    with pytest.raises(ValueError, match=problem):
-        asyncio.run(start())
+    refused("tools", problem, tools=tuple(tools))
 
 
 def test_two_tools_of_one_name_end_a_run_before_it_starts(url: str) -> None:
-    async def start() -> None:
-        async with pool("tools", tools=(url, url)):
-            pass
-
-    with pytest.raises(ValueError, match=r"environment\.tools has two tools named add"):
-        asyncio.run(start())
+    refused("tools", r"environment\.tools has two tools named add", tools=(url, url))

@@ -19,18 +19,12 @@ from tests.unit.environments.adapters.played import (
     pixels,
     play,
     pool,
+    refused,
     serves,
     texts,
-    user_modules,
 )
 
 INSTALLED = find_spec("openenv") is not None  # by `make test-adapters`
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules() -> Iterator[None]:
-    with user_modules():
-        yield
 
 
 @pytest.fixture(
@@ -147,9 +141,8 @@ def test_a_server_without_room_for_a_session_fails_the_reset_with_its_reason(url
 
 
 def test_a_server_that_does_not_answer_ends_a_run_before_it_starts() -> None:
-    async def start() -> None:
-        async with pool("openenv", options=guessing("http://127.0.0.1:1")):
-            pass
-
-    with pytest.raises(ValueError, match=r"no server of OpenEnv answers at ws://127.0.0.1:1/ws \("):
-        asyncio.run(start())
+    refused(
+        "openenv",
+        r"no server of OpenEnv answers at ws://127.0.0.1:1/ws \(",
+        options=guessing("http://127.0.0.1:1"),
+    )

@@ -5,7 +5,6 @@ verifiers needs other versions of packages than the lock has.
 import asyncio
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,11 @@ from tests.unit.environments.adapters.played import (
     pixels,
     play,
     pool,
+    refused,
     texts,
-    user_modules,
 )
 
 ROW = Example("How many?", "3", extra={"info": '{"least": 2}'})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules() -> Iterator[None]:
-    with user_modules():
-        yield
 
 
 def options(function: str, **arguments: Any) -> dict[str, Any]:
@@ -166,9 +159,4 @@ def test_an_environment_leaves_the_signals_of_its_process_alone() -> None:
 def test_options_that_do_not_fit_end_a_run_before_it_starts(
     found: dict[str, Any], problem: str
 ) -> None:
-    async def start() -> None:
-        async with pool("verifiers", options=found):
-            pass
-
-    with pytest.raises(ValueError, match=problem):
-        asyncio.run(start())
+    refused("verifiers", problem, options=found)

@@ -33,7 +33,6 @@ from tests.unit.environments.adapters.played import (
     play,
     pool,
     texts,
-    user_modules,
 )
 
 pytestmark = [needs_chromium, pytest.mark.xdist_group("browser")]
@@ -55,12 +54,6 @@ document.onscroll = () => note(`scrolled to ${scrollY}`);
 document.getElementById('name').onkeydown = e => {
   if (e.key == 'Enter') window.result = e.target.value == 'Ada 7' ? 1 : 0.25 };
 </script>"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules() -> Iterator[None]:
-    with user_modules():
-        yield
 
 
 def page(name: str) -> Example:
