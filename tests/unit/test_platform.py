@@ -53,6 +53,7 @@ def test_device_contexts_still_work() -> None:
         assert torch.empty(2).is_meta and torch.zeros(2).is_meta and torch.tensor([1.0]).is_meta
 
 
+@pytest.mark.slow
 def test_installing_after_megatron_is_refused() -> None:
     """Its functions would go on with the factories that they saw."""
     code = (

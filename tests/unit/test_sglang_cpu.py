@@ -69,6 +69,7 @@ for package in ("models", "multimodal.processors", "layers"):
     assert run(program).splitlines() == ["True False"] * 3
 
 
+@pytest.mark.slow
 def test_sgl_kernel_imports_any_name_and_refuses_to_run() -> None:
     program = """
 from sgl_kernel import rmsnorm

@@ -1,5 +1,6 @@
 """transformers' configurations as megatron-core's, their rotary angles, and what is refused."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,19 @@ from tests.support.families import FAMILIES, build_in_transformers, part, small_
 from tests.support.releases import RELEASES, released_config, released_text
 
 
+@cache
+def rotary_class(family: str) -> Any:
+    model = build_in_transformers(small_config(family)).model
+    return type(getattr(model, "language_model", model).rotary_emb)
+
+
 def assert_same_angles(config: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     positions = torch.randint(0, 5000, (3, 200), generator=generator)
     family = part(config.model_type, "config")
     interleaved = family.architecture(config).get("rotary_interleaved", False)
     rotary = MultimodalRotary(family.rotary(config), interleaved=interleaved)
-    model = build_in_transformers(config).model
-    embedding = type(getattr(model, "language_model", model).rotary_emb)
+    embedding = rotary_class(config.model_type)
     if {*family.rotary(config).axes} == {0}:  # without M-RoPE there is one position
         positions = positions[:1].expand(3, -1)
         cos, sin = embedding(config.text_config)(torch.ones(()), positions[:1])

@@ -408,6 +408,7 @@ def test_errors_of_the_producer_are_raised_by_the_trainer(config: Config, fake: 
         producer.close()
 
 
+@pytest.mark.slow
 def test_the_process_does_without_megatron_core() -> None:
     """Its import takes seconds and memory, and must come after the platform's."""
     code = "import sys, megavlm.rollout.ahead.producer; sys.exit('megatron.core' in sys.modules)"
