@@ -28,9 +28,10 @@ CELL, COLUMNS, ROWS = 28, 3, 2  # pixels of a cell's side, and cells of the pict
 TINTS = ((255, 170, 170), (170, 255, 170), (170, 170, 255))
 BRIGHTNESS = (1.0, 0.6)
 NUM_SHAPES = 3
-SECOND = 0.25  # of the examples with two turns have a lesson of the second one, which is easy
+SECOND = 0.5  # of the examples with two turns have a lesson of the second one, which is easy
 DIGITS = "0123456789"
-OK = (833, 833)  # the button's place, as the policy writes it: 0 to 1000 across and down
+# Places of the button and of the field, as the policy writes them: 0 to 1000 across and down.
+OK, FIELD = (833, 833), (333, 833)
 ENVIRONMENT = "megavlm.demo.board:Board"
 _FONT = ImageFont.load_default(48)
 
@@ -89,12 +90,11 @@ def _row(rng: np.random.Generator) -> DrawnExample:
 
 def _digit(rng: np.random.Generator) -> DrawnExample:
     """Draw a digit, which is to be entered."""
-    picture, digit = Image.new("RGB", (COLUMNS * CELL, ROWS * CELL), "white"), pick(rng, DIGITS)
-    x, y = np.array(picture.size) / 2 + rng.uniform(-4, 4, 2)
-    colour = pick(rng, list(COLOURS))
-    ImageDraw.Draw(picture).text((x, y), digit, COLOURS[colour], _FONT, anchor="mm")
+    picture, digit = _paper().copy(), pick(rng, DIGITS)
+    x, y = np.array(picture.size) / 2 + rng.uniform(-2, 2, 2)
+    ImageDraw.Draw(picture).text((x, y), digit, "black", _FONT, anchor="mm")
     question, calls = "Enter the digit and press OK.", [call("type", text=digit), click(OK)]
-    return _example(rng, picture, question, digit, "digit", f"{digit} {colour}", calls, digit)
+    return _example(rng, picture, question, digit, "digit", digit, calls, digit)
 
 
 def _shapes(
@@ -153,7 +153,8 @@ def _example(
     entered: str = "",
     questions: Mapping[str, str] = MappingProxyType({}),
 ) -> DrawnExample:
-    """Return an example with its lessons: what is where, and scripted solutions.
+    """Return an example with its lessons: what is where, and scripted episodes. A second turn of
+    theirs clicks on OK or on the field at random: which of them ends a task is left to the reward.
 
     calls: The solution. entered: What the field shows after its first call. questions:
     Questions about the picture, with the responses to them. A model that sees one
@@ -167,7 +168,8 @@ def _example(
     ]
     if entered and rng.random() < SECOND:
         turns = [tried, _said("assistant", calls[0]), _said("tool", "<image>")]
-        lessons.append(_lesson(turns, [shown, screen(file, entered)], calls[1]))
+        second = pick(rng, [calls[1], click(FIELD)])
+        lessons.append(_lesson(turns, [shown, screen(file, entered)], second))
     lessons += [
         _lesson([_said("user", f"{asked}\n\n<image>")], [shown], response)
         for asked, response in questions.items()
@@ -189,7 +191,7 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 @cache
 def _paper() -> Image.Image:
-    """Return the paper of shapes, whose cells have the colours of their places."""
+    """Return the paper of pictures, whose cells have the colours of their places."""
     paper = Image.new("RGB", (COLUMNS * CELL, ROWS * CELL))
     for row, brightness in enumerate(BRIGHTNESS):
         for column, tint in enumerate(TINTS):

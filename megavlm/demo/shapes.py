@@ -201,7 +201,7 @@ class Start:
 
 
 # Of the tokens of a page, a model with weights as small as the others' learns nothing for long.
-STARTS = {"browser": Start({"init_std": 0.08}, 1000)}
+STARTS = {"browser": Start({"init_std": 0.08}, 900)}
 # Tasks that a model of the demo's size can learn together in 40 steps. If kinds or lengths are
 # added, counting gets worse, and the added tasks stay near chance.
 LEARNT = ("colour", "count", "compare")

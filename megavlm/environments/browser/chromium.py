@@ -49,6 +49,8 @@ _FLAGS = (
     "--lang=en-US",
     # WebRTC would go past the proxy.
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    # Else screenshots hang after a request for a document was given up. Playwright sets it, too.
+    "--enable-features=CDPScreenshotNewSurface",
     "--disable-features=Translate,MediaRouter,OptimizationHints,AutofillServerCommunication,"
     # Else each window starts three more renderers, for parts of it that nobody sees.
     "SpareRendererForSitePerProcess,WebUIOmniboxPopup,WebUIOmniboxAimPopup,WebUIOmniboxFullPopup,"

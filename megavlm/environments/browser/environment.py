@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from playwright.async_api import BrowserContext, Dialog, Page
@@ -19,6 +20,7 @@ from megavlm.rewards.base import Example
 NOTCH = 100  # pixels of a page that a notch of the wheel scrolls
 SETTLE_SECONDS = 0.1  # for what an action begins
 LOAD_SECONDS = 5.0  # after which a page is shown as far as it has loaded
+ANSWER_SECONDS = 10.0  # after which a request for another document is given up
 MAX_PAGES = 4  # of an episode; of pop-ups, the newest one is shown
 _KEYS = {
     "ctrl": "Control",
@@ -173,10 +175,9 @@ class Browser(Computer):
         context.on("dialog", self._dismiss)
         context.on("page", self._limit)
         page = await context.new_page()
-        try:
-            await page.goto(url, wait_until="load", timeout=LOAD_SECONDS * 1000)
-        except BrowserTimeout:
-            pass  # it is shown as far as it has loaded
+        with suppress(BrowserTimeout):
+            await page.goto(url, wait_until="commit", timeout=LOAD_SECONDS * 1000)
+        await _loaded(page)
 
     async def _dismiss(self, dialog: Dialog) -> None:
         """Accept a dialog, because no screenshot shows it, and keep what it says for the policy."""
@@ -216,10 +217,22 @@ class Browser(Computer):
         else:
             await asyncio.sleep(action.amount)
         await asyncio.sleep(SETTLE_SECONDS)
-        try:
-            await self._page.wait_for_load_state("load", timeout=LOAD_SECONDS * 1000)
-        except BrowserTimeout:
-            pass  # it is shown as far as it has loaded
+        await _loaded(self._page)
+
+
+async def _loaded(page: Page) -> None:
+    """Wait until a page has loaded, for LOAD_SECONDS at most. A request for another document is
+    given up if nobody answers, because Chromium runs no script and takes no screenshot meanwhile.
+    """
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            await page.evaluate("0")
+    except TimeoutError:
+        await (await page.context.new_cdp_session(page)).send("Page.stopLoading")
+    except BrowserError:
+        pass  # the other document has come
+    with suppress(BrowserTimeout):
+        await page.wait_for_load_state("load", timeout=LOAD_SECONDS * 1000)
 
 
 async def _screenshot(page: Page) -> bytes:

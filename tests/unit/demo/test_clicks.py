@@ -1,4 +1,6 @@
-"""The browser's demo: its warm start shows what the environment shows, and is right."""
+"""The browser's demo: its warm start shows what the environment shows, and solves the tasks except
+for second turns that click on the field.
+"""
 
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from megavlm.config.data import Data
 from megavlm.config.load import load
 from megavlm.data.processor import Processor, Prompt
 from megavlm.data.rows import Rows
-from megavlm.demo.clicks import NUM_SHAPES
+from megavlm.demo.clicks import FIELD, NUM_SHAPES, click
 from megavlm.demo.pipeline import RECIPES
 from megavlm.demo.shapes import write_dataset
 from megavlm.demo.tiny_model import make_tiny_model
@@ -71,7 +73,8 @@ def test_lessons_are_the_prompts_of_episodes(data: Path, tmp_path: Path, family:
             playable = RUNNER.run(playing.start([group], 1))
             RUNNER.run(playing.play(playable, Policy(processor, *said)))
             (episode,) = group.episodes
-            assert episode.score.correct and episode.counts["tool_errors"] == 0
+            assert episode.score.correct == (said[-1] != click(FIELD))
+            assert episode.counts["tool_errors"] == 0
             for shown, turn in zip(episode.prompts, turns, strict=True):
                 lesson = processor.prompt(turn)
                 assert shown.token_ids.tolist() == lesson.token_ids.tolist()

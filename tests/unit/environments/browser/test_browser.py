@@ -7,10 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import psutil
@@ -21,7 +18,7 @@ from megavlm.environments import processes
 from megavlm.environments.base import Image
 from megavlm.rewards.base import Example
 from megavlm.subprocess_pool.failure import CallFailure
-from tests.support.browsers import act, needs_chromium
+from tests.support.browsers import act, needs_chromium, outside
 from tests.support.timeouts import scaled
 from tests.unit.environments.adapters.played import (
     children,
@@ -109,42 +106,6 @@ def test_a_policy_acts_on_a_page(tmp_path: Path) -> None:
     )
 
 
-class Outside(BaseHTTPRequestHandler):
-    """A server of another origin. hits: Paths that it was asked for."""
-
-    hits: list[str]
-    ends: Event
-
-    def do_GET(self) -> None:
-        self.hits.append(self.path)
-        if self.path == "/slow":
-            self.ends.wait()
-        if self.path == "/loop":
-            self.send_response(302)
-            self.send_header("Location", "/loop")
-        else:
-            self.send_response(200)
-            if self.path == "/file":
-                self.send_header("Content-Disposition", "attachment; filename=x.bin")
-        self.end_headers()
-        self.wfile.write(b"ok")
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def outside() -> Iterator[tuple[str, list[str]]]:
-    """Run a server, and yield its host with its port, and the paths that it was asked for."""
-    handler = type("Handler", (Outside,), {"hits": [], "ends": Event()})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.daemon_threads = True
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"127.0.0.1:{server.server_port}", handler.hits
-        handler.ends.set()
-        server.shutdown()
-
-
 def test_a_page_reaches_no_other_origin_and_no_file(tmp_path: Path) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("a secret")
@@ -202,6 +163,7 @@ def test_hostile_pages_cost_their_episodes_or_less(tmp_path: Path) -> None:
             tall="<div style='height:20000px;width:20000px'>tall</div>",
             slow=f"<p>as far as it goes</p><img src='http://{host}/slow'>",
             never=f"<p>waits</p><script src='http://{host}/slow'></script>",
+            leaves=f"<body onclick='location = \"http://{host}/slow\"'>leaves",
             redirects=f"<iframe src='http://{host}/loop'></iframe>there",
             again="<p>again</p><script>setTimeout(() => location.reload(), 200)</script>",
             download=f"<p>stays</p><iframe src='http://{host}/file'></iframe>",
@@ -213,7 +175,7 @@ def test_hostile_pages_cost_their_episodes_or_less(tmp_path: Path) -> None:
         )
 
         async def episode(made: Any, name: str, *calls: str) -> Any:
-            session = await opened(made, tool_timeout=3)
+            session = await opened(made, tool_timeout=scaled(20))
             try:
                 async with asyncio.timeout(scaled(12 if name in ("busy", "alarms") else 60)):
                     place = name if "://" in name else f"{name}.html"
@@ -239,8 +201,9 @@ def test_hostile_pages_cost_their_episodes_or_less(tmp_path: Path) -> None:
                     for name, calls in (
                         *((name, ()) for name in ("dialogs", "unload", "tall", "slow", "never")),
                         *((name, ()) for name in ("redirects", "again", "download", "popups")),
-                        (f"http://{host}/loop", ()),
-                        *((name, (click,)) for name in ("closes", "busy", "alarms", "greedy")),
+                        *((f"http://{host}/{path}", ()) for path in ("loop", "slow")),
+                        *((name, (click,)) for name in ("leaves", "closes", "busy", "alarms")),
+                        ("greedy", (click,)),
                         ("good", (wait, wait, wait, click)),
                     )
                 }
@@ -253,7 +216,9 @@ def test_hostile_pages_cost_their_episodes_or_less(tmp_path: Path) -> None:
         found = asyncio.run(work())
     assert found.pop("good") == found.pop("after") == 1.0
     said = found.pop("dialogs")
-    assert "alert: first\nconfirm: second\nprompt: third\n" in said and "read" in said
+    told = ("alert: first", "confirm: second", "prompt: third", "read")
+    places = [said.index(text) for text in told]
+    assert places == sorted(places)  # a slow machine may look between two of them
     for name, text in (
         ("tall", "tall"),
         ("slow", "as far"),
@@ -262,9 +227,11 @@ def test_hostile_pages_cost_their_episodes_or_less(tmp_path: Path) -> None:
         ("unload", "ok"),
         ("closes", "closes"),
         ("never", "waits"),
+        ("leaves", "leaves"),
     ):
         assert text in str(found[name]), (name, found)
         del found[name]
+    assert found.pop(f"http://{host}/slow").strip() == "Look.", "the page is blank"
     assert not isinstance(found.pop("popups"), Exception)
     assert "ERR_TOO_MANY_REDIRECTS" in str(found.pop(f"http://{host}/loop"))
     del found["again"]  # a screenshot may meet two reloads in a row
