@@ -6,7 +6,8 @@ A family is a package with five modules. A new family adds these, and a line in 
                 values; `FOLDER_NAMES`, what other files of a model folder repeat of them;
                 `served_config`, if servers read values that transformers does not write;
                 `served_values`, if they read others; `SERVER_NAMES`, if they name weights otherwise
-    mapping.py  `mapping`: entries that map hub tensors to this model's tensors
+    mapping.py  `mapping`: entries that map hub tensors to this model's tensors; `draft_mapping`,
+                if the family has a draft head that is trained
     vision.py   `VisionTower`
     inputs.py   `images`, `positions` and `model_inputs`: how images become pixels and tokens, the
                 positions of tokens, and inputs of transformers' model; `videos` and `audio`, if
@@ -81,6 +82,13 @@ class Family:
     def mapping(self, hf_config: Any) -> list[Any]:
         """Return an entry (common.mapping.Entry) for every tensor of the model."""
         return self._module("mapping").mapping(hf_config)
+
+    def draft_mapping(self, hf_config: Any) -> list[Any]:
+        """Return an entry (common.mapping.Entry) for every tensor of the draft head; none for a
+        family without `draft_mapping`.
+        """
+        entries = getattr(self._module("mapping"), "draft_mapping", None)
+        return [] if entries is None else entries(hf_config)
 
     def tower(self, hf_config: Any) -> Any:
         """Return the vision tower (common.tower.Tower), randomly initialised."""

@@ -55,8 +55,10 @@ class HubTensors:
         """
         self._source = source if isinstance(source, HFFolder) else StateDict(source)
         self._names: dict[str, str] = {}  # short name -> name in the source
+        mapped = {name.split(".")[0] for entry in entries for name in entry.hf}
+        left_out = tuple(prefix for prefix in UNTRAINED if prefix[:-1] not in mapped)
         for name in source:
-            if name.startswith(UNTRAINED):
+            if name.startswith(left_out):
                 continue
             other = self._names.setdefault(short_name(name), name)
             if other != name:

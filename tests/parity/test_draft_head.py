@@ -1,0 +1,170 @@
+"""The draft head equals transformers' modules on plain sequences, with images and branches."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megavlm.data.packs.packing import Pack
+from megavlm.families import family
+from megavlm.models.build import build_model
+from megavlm.models.common.config import ModelOptions
+from megavlm.models.common.hf_source import HFFolder
+from megavlm.models.common.loading import MEMORY, load_hf
+from megavlm.models.common.logprobs import Scoring, TokenScores
+from megavlm.parallel.mesh import build_mesh
+from megavlm.training.forward_backward import forward_backward
+from megavlm.training.gradient_buffers import wrap
+from megavlm.training.step.vision_features import VisionFeatures
+from tests.parity.cases import packs_of
+from tests.parity.draft_heads import add_random_head, expect
+from tests.parity.inputs import inputs_of
+from tests.parity.models import model_folder
+from tests.parity.reference import Sequences, distinct_images
+from tests.parity.runs import Name, Run, difference
+from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.support.cache import cached_folder, cached_value
+from tests.support.fork import launch
+from tests.support.levels import slow
+
+pytestmark = pytest.mark.parity
+TOLERANCE = 1e-5
+INPUTS = ("mixed", "branches")
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
+def arguments(request: pytest.FixtureRequest) -> tuple[Any, ...]:
+    """A model folder with a head, sequences, and what transformers computes."""
+    source = model_folder(request.param)
+    folder = cached_folder(
+        f"draft-head-{source.name}", "", lambda target: add_random_head(source, target)
+    )
+    made = inputs_of(source)
+    cases = [case for name in INPUTS for case in made.sequences(name)]
+    (expected,) = cached_value(
+        f"draft-head-{source.name}", INPUTS, lambda: launch(1, expect, folder, cases)
+    )
+    return folder, made.config, cases, expected
+
+
+@pytest.mark.parametrize("layout", ["one rank", "TP2+SPxPP2"])
+def test_the_head_equals_transformers(arguments: tuple[Any, ...], layout: str) -> None:
+    ranks = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    for results in launch(ranks.world_size, compare, *arguments, ranks):
+        for name, value in results.items():
+            print(name, value)
+        for name, value in results.items():
+            assert value < TOLERANCE, (name, value)
+
+
+class Headed:
+    """This rank's part of a model, with or without its head."""
+
+    def __init__(self, folder: Path, config: Any, ranks: Ranks, *, head: bool) -> None:
+        self.mesh, parts = build_mesh(ranks.mesh), family(config.model_type)
+        options = ModelOptions(
+            freeze_tower=False, freeze_merger=False, sequence=ranks.sequence, draft_head=head
+        )
+        self.entries = [*parts.mapping(config), *(parts.draft_mapping(config) if head else ())]
+        chunks = build_model(config, self.mesh, options)
+        for chunk in chunks:
+            load_hf(chunk, self.entries, HFFolder(folder), self.mesh)
+        wrapped = wrap(chunks, shard_optimizer=False)
+        self.run = Run(self.mesh, self.entries, chunks, wrapped, {})
+
+    def backward(
+        self, packs: Sequence[Pack], cases: Sequence[Sequences]
+    ) -> tuple[dict[Name, Tensor], list[tuple[Pack, Tensor, Tensor]]]:
+        """Return this rank's gradients, and on the last stage each part of a pack with the head's
+        divergences and hidden states at its targets.
+        """
+        last = self.run.chunks[-1]
+        kept: list[Tensor] = []
+        seen: list[tuple[Pack, Tensor, Tensor]] = []
+        if last.draft_head is not None:
+            last.draft_head.register_forward_hook(lambda _, given, output: kept.append(output))
+
+        def loss(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
+            assert pack.columns is not None
+            total = (scores.logprobs * pack.columns.loss_weights).sum()
+            if scores.draft_divergence is not None:
+                total = total + (scores.draft_divergence * pack.columns.loss_weights).sum()
+                hidden = last._at_targets(kept[-1].detach(), pack)
+                seen.append((pack, scores.draft_divergence.detach(), hidden))
+            return total, {}
+
+        parts = [pack.part(self.mesh.context_rank) for pack in packs]
+        features = VisionFeatures.everywhere(self.run.wrapped, distinct_images(cases))
+        for chunk in self.run.wrapped:
+            chunk.zero_grad_buffer()
+        forward_backward(self.run.wrapped, parts, features, Scoring(), loss)
+        gradients = {n: x.main_grad.clone().view(x.shape) for n, x in self.run._trained()}
+        return gradients, seen
+
+
+def compare(
+    folder: Path, config: Any, cases: Sequence[Sequences], expected: Any, ranks: Ranks
+) -> dict[str, float]:
+    """The largest relative differences on this rank. Of gradients of the policy, with the head and
+    without it, any difference counts as 1.
+    """
+    with_head = Headed(folder, config, ranks, head=True)
+    mesh = with_head.mesh
+    mine = [*range(len(cases))][mesh.data_rank :: mesh.data_size]
+    groups = [[cases[i] for i in mine[j : j + 3]] for j in range(0, len(mine), 3)]
+    packs = packs_of(groups, config, ranks)
+    gradients, seen = with_head.backward(packs, cases)
+    results = {}
+    starts = [0]
+    for case in cases:
+        starts.append(starts[-1] + len(case.responses))
+    if seen:
+        weight = with_head.run.chunks[-1].language_model.output_weight().detach()
+        group = mesh.groups.tp
+        theirs = [
+            [i for case in mine[j : j + 3] for i in range(starts[case], starts[case + 1])]
+            for j in range(0, len(mine), 3)
+        ]
+        worst = {"logits": 0.0, "divergences": 0.0}
+        for (pack, values, hidden), index in zip(seen, theirs, strict=False):
+            local = hidden @ weight.t()
+            shards = [torch.empty_like(local) for _ in range(group.size())]
+            dist.all_gather(shards, local, group=group)
+            logits = torch.cat(shards, -1)
+            for name, ours in (("logits", logits), ("divergences", values)):
+                whole = torch.cat([torch.from_numpy(expected[name][i]) for i in index])
+                scale = torch.ones(1) if name == "divergences" else whole  # nats
+                if len(ours):
+                    theirs_here = whole[pack.target_index]
+                    worst[name] = max(worst[name], difference(ours, theirs_here, scale))
+        results |= worst
+        hf = {name: torch.from_numpy(x) for name, x in expected["gradients"].items()}
+        results |= dict(_head_gradients(with_head, gradients, hf))
+    without, _ = Headed(folder, config, ranks, head=False).backward(packs, cases)
+    for name, gradient in without.items():
+        results[f"with and without the head, {name}"] = float(
+            not torch.equal(gradients[name], gradient)
+        )
+    return results
+
+
+def _head_gradients(
+    headed: Headed, gradients: dict[Name, Tensor], hf: dict[str, Tensor]
+) -> Iterator[tuple[str, float]]:
+    from megavlm.models.common.loading import HubTensors
+    from megavlm.models.common.mapping import shard_tensor
+
+    entries = [x for x in headed.entries if x.megatron.startswith("draft_head.")]
+    hub = HubTensors(entries, hf, MEMORY)
+    for entry in entries:
+        name = entry.megatron, entry.expert
+        if name not in gradients:
+            assert entry.expert is not None
+            continue
+        full = hub.read(entry)
+        theirs = shard_tensor(entry, full, *headed.mesh.place(entry.shard.axis))
+        yield f"gradient of {name}", difference(gradients[name], theirs, full)
