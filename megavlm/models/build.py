@@ -92,7 +92,7 @@ def _mark_experts(module: nn.Module) -> None:
     """
     for name, parameter in module.named_parameters():
         if ".mlp.experts." in name:
-            parameter.allreduce = False  # megatron-core's mark
+            parameter.allreduce = False  # type: ignore[attr-defined]  # megatron-core's mark
 
 
 def _tower(hf_config: Any, parts: Family, options: ModelOptions) -> Tower:

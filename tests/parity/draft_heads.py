@@ -3,15 +3,27 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from megavlm.data.packs.positions import text_positions
+from megavlm.data.packs.packing import Pack
+from megavlm.families import family
+from megavlm.models.build import build_model
+from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.draft_head import NUM_TOKENS
-from tests.parity.reference import Reference, Sequences, token_weights
+from megavlm.models.common.hf_source import HFFolder
+from megavlm.models.common.loading import load_hf
+from megavlm.models.common.logprobs import Scoring, TokenScores
+from megavlm.parallel.mesh import build_mesh
+from megavlm.training.forward_backward import forward_backward
+from megavlm.training.gradient_buffers import reduce_gradients, without_reduction, wrap
+from megavlm.training.step.vision_features import VisionFeatures
+from tests.parity.reference import Reference, Sequences, distinct_images, token_weights
+from tests.parity.runs import Name, Run
+from tests.parity.table import Ranks
 from tests.support.draft_head import EMBEDDING, HEAD, LAST
 
 
@@ -74,9 +86,7 @@ class HeadReference:
         hook.remove()
         other.remove()
         hidden, embeddings = last[0], seen["inputs_embeds"]
-        after = text_positions(len(response), case.prompt.next_position)
-        # of a token's parent
-        positions = torch.cat([case.prompt.positions, after], dim=1)[:, None, :-1]
+        positions = torch.arange(hidden.shape[1] - 1).expand(3, 1, -1)
         head = self.head
         joined = torch.cat(
             [
@@ -96,9 +106,8 @@ class HeadReference:
         output = output[0] if isinstance(output, tuple) else output
         drafted = head["norm"](output)
         first = len(case.prompt.token_ids) - 1
-        with torch.no_grad():
-            policy = self.lm_head(hidden)[0, first:-1]
-        return policy, nn.functional.linear(drafted, self.lm_head.weight.detach())[0, first - 1 : -1]
+        weight = self.lm_head.weight.detach()
+        return (hidden @ weight.t())[0, first:-1], (drafted @ weight.t())[0, first - 1 : -1]
 
 
 def divergence(policy: Tensor, drafted: Tensor) -> Tensor:
@@ -124,3 +133,58 @@ def expect(folder: Path, cases: Sequence[Sequences]) -> dict[str, Any]:
             divergences.append(values.detach())
     gradients = {f"mtp.{name}": x.grad for name, x in reference.head.named_parameters()}
     return {"logits": logits, "divergences": divergences, "gradients": gradients}
+
+
+class Passed(NamedTuple):
+    """Gradients of this rank before and after the sum over ranks, and on the last stage each part
+    of a pack with the head's divergences and hidden states at its targets.
+    """
+
+    own: dict[Name, Tensor]
+    summed: dict[Name, Tensor]
+    seen: list[tuple[Pack, Tensor, Tensor]]
+
+
+class Headed:
+    """This rank's part of a model, with or without its head."""
+
+    def __init__(self, folder: Path, config: Any, ranks: Ranks, *, head: bool) -> None:
+        self.mesh, parts = build_mesh(ranks.mesh), family(config.model_type)
+        options = ModelOptions(
+            freeze_tower=False, freeze_merger=False, sequence=ranks.sequence, draft_head=head
+        )
+        self.entries = parts.mapping(config, draft_head=head)
+        chunks = build_model(config, self.mesh, options)
+        for chunk in chunks:
+            load_hf(chunk, self.entries, HFFolder(folder), self.mesh)
+        wrapped = wrap(chunks, shard_optimizer=False)
+        self.run = Run(self.mesh, self.entries, chunks, wrapped, {})
+
+    def backward(self, packs: Sequence[Pack], cases: Sequence[Sequences]) -> "Passed":
+        last = self.run.chunks[-1]
+        kept: list[Tensor] = []
+        seen: list[tuple[Pack, Tensor, Tensor]] = []
+        if last.draft_head is not None:
+            last.draft_head.register_forward_hook(lambda _, given, output: kept.append(output))
+
+        def loss(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
+            assert pack.columns is not None
+            total = (scores.logprobs * pack.columns.loss_weights).sum()
+            if scores.draft_divergence is not None:
+                total = total + (scores.draft_divergence * pack.columns.loss_weights).sum()
+                hidden = last._at_targets(kept[-1].detach(), pack)
+                seen.append((pack, scores.draft_divergence.detach(), hidden))
+            return total, {}
+
+        parts = [pack.part(self.mesh.context_rank) for pack in packs]
+        features = VisionFeatures.everywhere(self.run.wrapped, distinct_images(cases))
+        for chunk in self.run.wrapped:
+            chunk.zero_grad_buffer()
+        with without_reduction(self.run.wrapped):
+            forward_backward(self.run.wrapped, parts, features, Scoring(), loss)
+        own = self._gradients()
+        reduce_gradients(self.run.wrapped)
+        return Passed(own, self._gradients(), seen)
+
+    def _gradients(self) -> dict[Name, Tensor]:
+        return {name: x.main_grad.clone().view(x.shape) for name, x in self.run.trained()}

@@ -35,7 +35,7 @@ def build(
     """This rank's chunks of a folder's model, with their weights, and the mapping table."""
     mesh = build_mesh(ranks.mesh)
     chunks = build_model(config, mesh, replace(options, sequence=ranks.sequence))
-    entries = family(config.model_type).mapping(config)
+    entries = family(config.model_type).mapping(config, draft_head=options.draft_head)
     for chunk in chunks:
         load_hf(chunk, entries, HFFolder(folder), mesh)
     return mesh, entries, chunks

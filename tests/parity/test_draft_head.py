@@ -2,31 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megavlm.data.packs.packing import Pack
-from megavlm.families import family as family_of
-from megavlm.models.build import build_model
-from megavlm.models.common.config import ModelOptions
-from megavlm.models.common.hf_source import HFFolder
-from megavlm.models.common.loading import MEMORY, HubTensors, load_hf
-from megavlm.models.common.logprobs import Scoring, TokenScores
+from megavlm.models.common.loading import MEMORY, HubTensors
 from megavlm.models.common.mapping import shard_tensor
-from megavlm.parallel.mesh import build_mesh
-from megavlm.training.forward_backward import forward_backward
-from megavlm.training.gradient_buffers import reduce_gradients, without_reduction, wrap
-from megavlm.training.step.vision_features import VisionFeatures
 from tests.parity.cases import packs_of
-from tests.parity.draft_heads import add_random_head, expect
+from tests.parity.draft_heads import Headed, add_random_head, expect
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
-from tests.parity.reference import Sequences, distinct_images
-from tests.parity.runs import Name, Run, difference
+from tests.parity.reference import Sequences
+from tests.parity.runs import Name, difference
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
 from tests.support.cache import cached_folder, cached_value
 from tests.support.fork import launch
@@ -62,61 +52,6 @@ def test_the_head_equals_transformers(family: str, layout: str) -> None:
     for results in launch(ranks.world_size, compare, *arguments):
         for name, value in results.items():
             assert value < TOLERANCE, (name, value)
-
-
-class Passed(NamedTuple):
-    """Gradients of this rank before and after the sum over ranks, and on the last stage each part
-    of a pack with the head's divergences and hidden states at its targets.
-    """
-
-    own: dict[Name, Tensor]
-    summed: dict[Name, Tensor]
-    seen: list[tuple[Pack, Tensor, Tensor]]
-
-
-class Headed:
-    """This rank's part of a model, with or without its head."""
-
-    def __init__(self, folder: Path, config: Any, ranks: Ranks, *, head: bool) -> None:
-        self.mesh, parts = build_mesh(ranks.mesh), family_of(config.model_type)
-        options = ModelOptions(
-            freeze_tower=False, freeze_merger=False, sequence=ranks.sequence, draft_head=head
-        )
-        self.entries = [*parts.mapping(config), *(parts.draft_mapping(config) if head else ())]
-        chunks = build_model(config, self.mesh, options)
-        for chunk in chunks:
-            load_hf(chunk, self.entries, HFFolder(folder), self.mesh)
-        wrapped = wrap(chunks, shard_optimizer=False)
-        self.run = Run(self.mesh, self.entries, chunks, wrapped, {})
-
-    def backward(self, packs: Sequence[Pack], cases: Sequence[Sequences]) -> "Passed":
-        last = self.run.chunks[-1]
-        kept: list[Tensor] = []
-        seen: list[tuple[Pack, Tensor, Tensor]] = []
-        if last.draft_head is not None:
-            last.draft_head.register_forward_hook(lambda _, given, output: kept.append(output))
-
-        def loss(pack: Pack, scores: TokenScores) -> tuple[Tensor, dict[str, Tensor]]:
-            assert pack.columns is not None
-            total = (scores.logprobs * pack.columns.loss_weights).sum()
-            if scores.draft_divergence is not None:
-                total = total + (scores.draft_divergence * pack.columns.loss_weights).sum()
-                hidden = last._at_targets(kept[-1].detach(), pack)
-                seen.append((pack, scores.draft_divergence.detach(), hidden))
-            return total, {}
-
-        parts = [pack.part(self.mesh.context_rank) for pack in packs]
-        features = VisionFeatures.everywhere(self.run.wrapped, distinct_images(cases))
-        for chunk in self.run.wrapped:
-            chunk.zero_grad_buffer()
-        with without_reduction(self.run.wrapped):
-            forward_backward(self.run.wrapped, parts, features, Scoring(), loss)
-        own = self._gradients()
-        reduce_gradients(self.run.wrapped)
-        return Passed(own, self._gradients(), seen)
-
-    def _gradients(self) -> dict[Name, Tensor]:
-        return {name: x.main_grad.clone().view(x.shape) for name, x in self.run.trained()}
 
 
 def compare(

@@ -2,15 +2,18 @@
 `mtp.*` of Qwen3.5). It is trained to predict what the policy predicts, and changes nothing in it.
 
 A token n of a pack, except the first of its tree, has a slot of the head. The slot's input is the
-embedding of n and the last hidden state of n's parent, the token before n; its position is the
-parent's. It attends to the slots of n's ancestors, and predicts the token after n, as the policy
-does at n. So the tree of a pack serves the head, too, and slots of a branch are computed once.
+embedding of n and the last hidden state of n's parent, the token before n. It attends to the slots
+of n's ancestors, and predicts the token after n, as the policy does at n. So the tree of a pack
+serves the head, too, and each slot is computed once. A slot's position is the number of tokens
+before the parent in its sequence, in images too, where the policy's M-RoPE counts otherwise: that
+is how servers compute the head.
 
 Source: DeepSeek-V3 (arXiv 2412.19437, section 2.2) for the layer, SGLang 0.5.23
 (speculative/eagle_worker_v2.py, models/qwen3_5_mtp.py) for its inputs and positions.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +29,13 @@ from torch import Tensor, nn
 from megavlm.data.packs.context_parallel import SegmentRun
 from megavlm.data.packs.packing import Pack, ancestors_of
 from megavlm.models.common.config import LanguageConfig
-from megavlm.models.common.language import ChunkPlace, LayerKind, layer_kinds, layer_spec, whole_norm
+from megavlm.models.common.language import (
+    ChunkPlace,
+    LayerKind,
+    layer_kinds,
+    layer_spec,
+    whole_norm,
+)
 from megavlm.models.common.logprobs import Scoring, likeliest_tokens, token_scores
 from megavlm.models.common.pack_layout import PackLayout
 from megavlm.models.common.rotary import MultimodalRotary
@@ -73,22 +82,22 @@ class DraftHead(MegatronModule):
         hidden: Last hidden states of the policy, normalised. embeddings: Embeddings of tokens and
         images, before the first layer. Neither gets a gradient.
         """
-        layout, parents = slots(pack)
+        layout, parents, positions = slots(pack)
         with torch.no_grad():
-            states, positions = hidden, pack.positions.t().contiguous()
+            states, rank = hidden, 0
             if self.config.sequence_parallel:
                 states = gather_from_sequence_parallel_region(states, group=self.groups.tp)
-            states, positions = (
-                _whole(x, pack, self.groups.cp)[parents] for x in (states, positions)
-            )
-            rank = self.groups.tp.rank() if self.config.sequence_parallel else 0
-            states = states[rank * len(hidden) : (rank + 1) * len(hidden)]
+                rank = self.groups.tp.rank()
+            if self.groups.cp.size() > 1:
+                states = gather_from_sequence_parallel_region(states, group=self.groups.cp)
+                states = states[pack.gather_index]
+            states = states[parents][rank * len(hidden) : (rank + 1) * len(hidden)]
         joined = [self.embedding_norm(embeddings.detach()), self.hidden_norm(states)]
         angles = None
         if self.config.apply_rope_fusion:
-            angles = rotary(positions.t())
+            angles = rotary(positions)
         else:
-            layout.rotary = rotary.tables(positions.t(), hidden.dtype)
+            layout.rotary = rotary.tables(positions, hidden.dtype)
         output, _ = self.layer(
             hidden_states=self.fc(torch.cat(joined, dim=-1)),
             attention_mask=None,
@@ -100,21 +109,34 @@ class DraftHead(MegatronModule):
         return normed
 
 
-def slots(pack: Pack) -> tuple[PackLayout, Tensor]:
-    """Return the layout of a pack's slots, and the index [t] in the pack of the parent of each held
-    token. The first token of a tree is its own parent. In the layout it is a segment of its own
-    that no other continues, because it has no slot.
+class Slots(NamedTuple):
+    """Slots of the tokens that this rank holds. The first token of a tree has none: in the layout
+    it is a segment of its own that no other continues, and it is its own parent.
     """
+
+    layout: PackLayout
+    parents: Tensor  # [t] index of each token's parent in the pack
+    positions: Tensor  # [3, t]
+
+
+def slots(pack: Pack) -> Slots:
+    """Return the slots of a pack."""
     bounds, parents, place = [0], list[int](), list[int]()
     previous = torch.arange(-1, pack.num_tokens - 1)
+    positions = torch.arange(-1, pack.num_tokens - 1)
+    before = list[int]()  # tokens before each segment in its sequence
     for segment, parent in enumerate(pack.parents):
         first, end = pack.segment_bounds[segment : segment + 2]
         if parent < 0:
             previous[first] = first
             parents.append(-1)
             bounds.append(first + 1)
+            before.append(0)
         else:
-            previous[first] = pack.segment_bounds[parent + 1] - 1
+            start, stop = pack.segment_bounds[parent : parent + 2]
+            previous[first] = stop - 1
+            before.append(before[parent] + stop - start)
+        positions[first:end] += before[segment] - first
         place.append(len(parents))
         parents.append(-1 if parent < 0 else place[parent])
         bounds.append(end)
@@ -137,7 +159,8 @@ def slots(pack: Pack) -> tuple[PackLayout, Tensor]:
         segment_bounds=tuple(bounds),
         tree_bounds=pack.tree_bounds,
     )
-    return layout, previous.to(device)[pack.token_index]
+    held = positions.clamp(min=0).to(device)[pack.token_index]
+    return Slots(layout, previous.to(device)[pack.token_index], held.expand(3, -1))
 
 
 def draft_divergence(
@@ -172,12 +195,3 @@ def draft_divergence(
     )
     assert divergence_N is not None
     return divergence_N
-
-
-def _whole(values: Tensor, pack: Pack, group: dist.ProcessGroup) -> Tensor:
-    """Return the values [T, ...] of all tokens of a pack, from those [t, ...] of its context
-    ranks. Collective.
-    """
-    if group.size() == 1:
-        return values
-    return gather_from_sequence_parallel_region(values, group=group)[pack.gather_index]
