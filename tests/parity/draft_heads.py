@@ -148,7 +148,15 @@ class Passed(NamedTuple):
 class Headed:
     """This rank's part of a model, with or without its head."""
 
-    def __init__(self, folder: Path, config: Any, ranks: Ranks, *, head: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: Any,
+        ranks: Ranks,
+        *,
+        head: bool,
+        shard_optimizer: bool = False,
+    ) -> None:
         self.mesh, parts = build_mesh(ranks.mesh), family(config.model_type)
         options = ModelOptions(
             freeze_tower=False, freeze_merger=False, sequence=ranks.sequence, draft_head=head
@@ -157,7 +165,7 @@ class Headed:
         chunks = build_model(config, self.mesh, options)
         for chunk in chunks:
             load_hf(chunk, self.entries, HFFolder(folder), self.mesh)
-        wrapped = wrap(chunks, shard_optimizer=False)
+        wrapped = [] if shard_optimizer else wrap(chunks, shard_optimizer=False)
         self.run = Run(self.mesh, self.entries, chunks, wrapped, {})
 
     def backward(self, packs: Sequence[Pack], cases: Sequence[Sequences]) -> "Passed":
