@@ -371,7 +371,7 @@ BROKEN = {
         "rollout.server_args.speculative_algorithm=NEXTN",
         "rollout.lora=adapter",
         "lora.rank=8",
-    ): "speculation.train=true sends the draft head in each weight update, but rollout.lora=adapter",
+    ): "speculation.train=true sends the draft head in each weight update, but rollout.lora=adapt",
     (
         "rollout.sync_delta=true",
         "rollout.sync=disk",
