@@ -161,7 +161,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
                 running.clear()
                 folder, args = model_folder(family.removesuffix(DRAFTS)), WITH_ADAPTERS
                 if family.endswith(DRAFTS):
-                    folder = add_draft_head(folder, root / "drafting")
+                    folder = add_draft_head(folder, root / family)
                     args = {**args, "speculative_algorithm": "NEXTN"}
                 server = ManagedServer(
                     ServerOptions(
