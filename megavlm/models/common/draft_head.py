@@ -13,7 +13,7 @@ Source: DeepSeek-V3 (arXiv 2412.19437, section 2.2) for the layer, SGLang 0.5.23
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,8 @@ class DraftHead(MegatronModule):
         self.hidden_norm = norm(config, size, eps=config.layernorm_epsilon)
         self.fc = nn.Linear(2 * size, size, bias=False, dtype=config.params_dtype)
         # megatron-core's mark of weights that see a part of the tokens on each tensor rank
-        self.fc.weight.sequence_parallel = config.sequence_parallel
+        weight: Any = self.fc.weight
+        weight.sequence_parallel = config.sequence_parallel
         kind = LayerKind(layer_kinds(config)[-1].has_experts, is_linear=False)
         self.layer = build_module(
             layer_spec(config, kind, groups),
