@@ -105,7 +105,7 @@ def write_hf(
     dtype = options.dtype
     source = weights if adapters is None else merged_weights(weights, adapters)
     form = options.experts or weights.experts
-    untrained = untrained_tensors(weights.hf_files)
+    untrained = untrained_part(weights)
     plan = _plan(weights, dtype, options.max_shard_bytes, form, untrained)
     total = sum(file.nbytes for file in plan)
 
@@ -153,6 +153,15 @@ def write_hf(
     num_merged = len(list(adapters.projections())) if adapters else 0
     left_out = [name for name, *_ in weights.extras if not is_adapter(name)]
     return Export(step, len(places), len(plan), total, num_merged, left_out)
+
+
+def untrained_part(weights: Weights) -> dict[str, UntrainedTensor]:
+    """Return the tensors of the model's folder that are not among the weights. A trained draft head
+    takes the place of the folder's.
+    """
+    trained = {name.split(".")[0] for entry in weights.entries() for name in entry.hf}
+    found = untrained_tensors(weights.hf_files)
+    return {name: tensor for name, tensor in found.items() if name.split(".")[0] not in trained}
 
 
 def _rounded(entry: Entry, exact: Tensor, dtype: torch.dtype) -> Tensor:

@@ -59,12 +59,15 @@ def has_authors_form(folder: Path) -> bool:
     return isinstance(model_type, str) and model_type in AUTHORS
 
 
-def mapping_of(folder: Path, config: Any) -> list[Entry]:
+def mapping_of(folder: Path, config: Any, *, draft_head: bool = False) -> list[Entry]:
     """Return an entry for every tensor of a folder's model, by the names in the folder's form.
-    config: The result of `read_config`, in which embeddings may be untied.
+    config: The result of `read_config`, in which embeddings may be untied. draft_head: True for a
+    model whose draft head has been trained.
     """
     parts = family(config.model_type)
-    return parts.authors_mapping(config) if has_authors_form(folder) else parts.mapping(config)
+    if has_authors_form(folder):
+        return parts.authors_mapping(config)
+    return parts.mapping(config, draft_head=draft_head)
 
 
 def dtype_keys(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:

@@ -12,10 +12,10 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from checkpoint_tools.export_hf import untrained_part
 from checkpoint_tools.lora.step_adapters import describe_adapters, has_adapters
 from checkpoint_tools.safetensors_io import Spec
 from checkpoint_tools.weights import Weights
-from megavlm.checkpointing.untrained import untrained_tensors
 from megavlm.models.common.loading import written_shapes
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Shape
@@ -72,7 +72,7 @@ def weights_summary(weights: Weights) -> dict[str, Any]:
                 for name in written_shapes(entry, weights.experts)
             }
         )
-        + len(untrained_tensors(weights.hf_files)),
+        + len(untrained_part(weights)),
         "components": [vars(part) for part in parts],
         "adapters": describe_adapters(weights) if has_adapters(weights) else None,
     }

@@ -21,7 +21,7 @@ from megavlm.checkpointing.folder import (
     is_checkpoint,
     locate_step,
 )
-from megavlm.checkpointing.reader import StepReader
+from megavlm.checkpointing.reader import StepReader, has_draft_head
 from megavlm.models.common.loading import HUB, Form, HubTensors, has_own_head
 from megavlm.models.common.lora_linear import is_adapter
 from megavlm.models.common.mapping import Entry, Shape, by_key
@@ -155,8 +155,8 @@ def step_weights(
     check_hf_files(path.parent)
     hf_files = like or path.parent / HF_FILES
     config = read_config(hf_files)
-    groups = by_key(mapping_of(hf_files, config))
     reader = StepReader(path)
+    groups = by_key(mapping_of(hf_files, config, draft_head=has_draft_head(reader)))
     extras = tuple(_check(groups, reader))
     dtypes = {key: reader.dtype(key) for key in groups}
 

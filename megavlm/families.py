@@ -6,7 +6,8 @@ A family is a package with five modules. A new family adds these, and a line in 
                 values; `FOLDER_NAMES`, what other files of a model folder repeat of them;
                 `served_config`, if servers read values that transformers does not write;
                 `served_values`, if they read others; `SERVER_NAMES`, if they name weights otherwise
-    mapping.py  `mapping`: entries that map hub tensors to this model's tensors
+    mapping.py  `mapping`: entries that map hub tensors to this model's tensors; `draft_mapping`,
+                if its draft head can be trained
     vision.py   `VisionTower`
     inputs.py   `images`, `positions` and `model_inputs`: how images become pixels and tokens, the
                 positions of tokens, and inputs of transformers' model; `videos` and `audio`, if
@@ -37,12 +38,14 @@ class Family:
     coordinates: Form in which the family was trained to name places in an image: relative (0 to
         1000 across and down) or pixels (of the image as the model sees it).
     server_args: SGLang's arguments with which it stores the family's weights as they are sent.
+    draft_head: True if its draft head can be trained.
     """
 
     package: str
     served_modules: str = ""
     coordinates: Literal["relative", "pixels"] = "relative"
     server_args: Mapping[str, Any] = field(default_factory=dict)
+    draft_head: bool = False
 
     def language_sizes(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of `architecture` that layout rules need.
@@ -78,9 +81,13 @@ class Family:
         """
         return self._module("config").FOLDER_NAMES
 
-    def mapping(self, hf_config: Any) -> list[Any]:
-        """Return an entry (common.mapping.Entry) for every tensor of the model."""
-        return self._module("mapping").mapping(hf_config)
+    def mapping(self, hf_config: Any, *, draft_head: bool = False) -> list[Any]:
+        """Return an entry (common.mapping.Entry) for every tensor of the model, and with
+        `draft_head` for every tensor of its draft head.
+        """
+        module = self._module("mapping")
+        entries: list[Any] = module.mapping(hf_config)
+        return [*entries, *module.draft_mapping(hf_config)] if draft_head else entries
 
     def tower(self, hf_config: Any) -> Any:
         """Return the vision tower (common.tower.Tower), randomly initialised."""
@@ -177,8 +184,8 @@ FAMILIES = {
     "qwen2_5_vl": Family("megavlm.models.qwen2_5_vl", "qwen", "pixels"),
     "qwen3_vl": Family("megavlm.models.qwen3_vl", "qwen"),
     "qwen3_vl_moe": Family("megavlm.models.qwen3_vl", "qwen"),
-    "qwen3_5": Family("megavlm.models.qwen3_5", "qwen"),
-    "qwen3_5_moe": Family("megavlm.models.qwen3_5", "qwen"),
+    "qwen3_5": Family("megavlm.models.qwen3_5", "qwen", draft_head=True),
+    "qwen3_5_moe": Family("megavlm.models.qwen3_5", "qwen", draft_head=True),
     "glm4v": Family("megavlm.models.glm4v", "glm4"),
     # On a GPU, SGLang would store the shared expert in the stacks of routed ones.
     "glm4v_moe": Family(

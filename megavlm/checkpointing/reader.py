@@ -91,6 +91,11 @@ def read_metadata(folder: Path) -> tuple[dict[str, TensorStorageMetadata], dict[
         ) from error
 
 
+def has_draft_head(step: "StepReader") -> bool:
+    """Return True if a step has a draft head, which the run that saved it has trained."""
+    return any(key.startswith("draft_head.") for key in step.tensors)
+
+
 class StepReader:
     """Tensors of one step by key. A tensor is checked against its checksum when it is read."""
 

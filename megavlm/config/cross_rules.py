@@ -46,6 +46,7 @@ def check(config: Config) -> None:
     _check_replay(config)
     _check_routing_replay(config)
     _check_distillation(config)
+    _check_speculation(config)
     _check_adapters(config)
     _check_warmup(config)
     _check_optimizer(config)
@@ -83,6 +84,30 @@ def _check_rates(config: Config) -> None:
             f"optimizer.{part}_lr={rate} is for a part that is trained, but "
             f"model.freeze_{part}=true: set model.freeze_{part}=false, add adapters in the tower "
             "to lora.targets, or remove it"
+        )
+
+
+def _check_speculation(config: Config) -> None:
+    """Check that servers draft with the head that is trained, and that they can be sent it."""
+    if not config.speculation.train:
+        return
+    key, algorithm, rollout = "speculation.train=true", config.algorithm, config.rollout
+    if isinstance(algorithm, DPO):
+        raise ValueError(
+            f"{key} teaches the head that drafts what a policy samples, but algorithm.name=dpo "
+            "samples nothing: set speculation.train=false"
+        )
+    if isinstance(algorithm, DataTraining):
+        return
+    if rollout.draft_algorithm is None:
+        raise ValueError(
+            f"{key} trains the head with which servers draft tokens, but they draft none with it: "
+            "set rollout.server_args.speculative_algorithm=NEXTN, or speculation.train=false"
+        )
+    if config.lora.rank and rollout.lora == "adapter":
+        raise ValueError(
+            f"{key} sends the draft head in each weight update, but rollout.lora=adapter sends "
+            "only adapters: set rollout.lora=merged, or speculation.train=false"
         )
 
 

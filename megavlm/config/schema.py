@@ -18,6 +18,7 @@ from megavlm.config.recompute import Recompute
 from megavlm.config.reward import Reward
 from megavlm.config.rollout import Rollout
 from megavlm.config.run import RunConfig
+from megavlm.config.speculation import Speculation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class Config:
     distillation: Distillation
     curriculum: CurriculumConfig
     rollout: Rollout
+    speculation: Speculation
     optimizer: Optimizer
     evaluation: Evaluation
     checkpoint: Checkpoint

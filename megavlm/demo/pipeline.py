@@ -100,7 +100,8 @@ def run_demo(options: DemoOptions) -> None:
     """Run the demo and write everything to its run directory. Raises SystemExit if a run failed."""
     options.check()
     run_dir, data, family = options.run_dir, options.data, options.family
-    shown = load(options.recipe, list(options.overrides)).data
+    recipe = load(options.recipe, list(options.overrides))
+    shown, drafts = recipe.data, recipe.rollout.draft_algorithm is not None
     start = STARTS.get(options.algorithm, Start())
     _clear(run_dir)
     stage = _Stages()
@@ -113,7 +114,14 @@ def run_demo(options: DemoOptions) -> None:
         from megavlm.demo.tiny_model import make_tiny_model
 
         disable_progress_bar()
-        make_tiny_model(model, sets.texts(), seed=options.seed, family=family, **start.sizes)
+        make_tiny_model(
+            model,
+            sets.texts(),
+            seed=options.seed,
+            family=family,
+            draft_head=drafts,
+            **start.sizes,
+        )
     platform.install()  # must precede the first import of megatron-core
     with stage("import", "import it into a Megatron checkpoint"):
         from checkpoint_tools.import_hf import import_hf
@@ -144,6 +152,7 @@ def run_demo(options: DemoOptions) -> None:
         f"data.max_pixels={_yaml(shown.max_pixels)}",
         f"data.max_prompt_tokens={shown.max_prompt_tokens}",
         f"data.video_key={_yaml(shown.video_key)}",
+        *(key for key in options.overrides if key.startswith("speculation.")),
     ]
     warm_steps = start.warm_steps if options.warm_steps is None else options.warm_steps
     with stage("warm start", "supervised warm start, from which the model learns to see"):

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from megavlm.demo_folder import FAMILY
+from megavlm.families import FAMILIES
 from megavlm.model_config import trained_config
 from megavlm.models.common.tiny import TinyFamily, TinySizes, TinyTokens, tiny_config, tiny_family
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
@@ -29,6 +30,7 @@ def make_tiny_model(
     randomise_norms_and_biases: bool = False,
     max_vocab: int = 512,
     max_pixels: int | None = None,
+    draft_head: bool = False,
     **sizes: Any,
 ) -> None:
     """Write a random model and a tokenizer trained on `texts` to `folder`.
@@ -41,6 +43,7 @@ def make_tiny_model(
     max_vocab: limit of the byte-level BPE vocabulary, without special tokens.
     max_pixels: largest resized image, as the folder's image processor will enforce it; 1280
         image tokens by default.
+    draft_head: add a random draft head, which transformers' model does not have.
     sizes: fields of TinySizes.
 
     Raises ValueError for an unknown family, and for sizes that the family does not allow.
@@ -54,6 +57,8 @@ def make_tiny_model(
     vocab_size = -(-len(tokenizer) // 64) * 64
     config = tiny_config(family, TinySizes(**sizes), vocab_size, ids)
     _save_model(folder, parts, config, seed=seed, randomise=randomise_norms_and_biases)
+    if draft_head:
+        _add_draft_head(folder / "model.safetensors", config, seed=seed)
     _save_processor(folder, parts.processor(config, tokenizer, max_pixels))
 
 
@@ -173,6 +178,18 @@ def _transpose_expert_stacks(path: Path) -> None:
     if stacks:
         tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in stacks}
         save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _add_draft_head(path: Path, config: PreTrainedConfig, *, seed: int) -> None:
+    entries = FAMILIES[config.model_type].mapping(config, draft_head=True)
+    tensors, generator = load_file(path), torch.Generator().manual_seed(seed)
+    for entry in entries:
+        for name, shape in zip(entry.hf, entry.hf_shapes, strict=True):
+            if name.startswith("mtp.") and name not in tensors:  # a stack is of many entries
+                is_norm = len(shape) == 1  # zero-centred
+                scale = 0.0 if is_norm else 0.02
+                tensors[name] = scale * torch.randn(shape, generator=generator)
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _save_processor(folder: Path, processor: Any) -> None:

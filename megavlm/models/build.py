@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from megavlm.families import Family, family
 from megavlm.models.common.config import LanguageConfig, ModelOptions, language_config
+from megavlm.models.common.draft_head import DraftHead
 from megavlm.models.common.language import ChunkPlace, LanguageModel
 from megavlm.models.common.layout_rules import check_model_layout
 from megavlm.models.common.model import ValueHead, VisionLanguageModel
@@ -63,18 +66,23 @@ class _Builder:
         value_head = None
         if place.is_last and options.head != "tokens":
             value_head = ValueHead(self.config.hidden_size, options.dtype)
+        draft_head = None
+        if place.is_last and options.draft_head:
+            draft_head = DraftHead(self.config, place, mesh.groups)
+            _mark_experts(draft_head)
         _mark_experts(language_model)
         model = VisionLanguageModel(
             self.config,
             language_model,
             visual=_tower(self.hf_config, self.parts, options) if place.is_first else None,
             value_head=value_head,
+            draft_head=draft_head,
             is_last=place.is_last,
         )
         return model.to(platform.device())
 
 
-def _mark_experts(language_model: LanguageModel) -> None:
+def _mark_experts(module: nn.Module) -> None:
     """Mark the parameters of experts, so that their gradients are summed over the ranks that hold
     the same experts.
 
@@ -82,9 +90,9 @@ def _mark_experts(language_model: LanguageModel) -> None:
     would each keep their own part of a gradient: they hold the same experts and see different
     tokens.
     """
-    for name, parameter in language_model.named_parameters():
+    for name, parameter in module.named_parameters():
         if ".mlp.experts." in name:
-            parameter.allreduce = False  # megatron-core's mark
+            parameter.allreduce = False  # type: ignore[attr-defined]  # megatron-core's mark
 
 
 def _tower(hf_config: Any, parts: Family, options: ModelOptions) -> Tower:

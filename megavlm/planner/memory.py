@@ -308,7 +308,9 @@ def encoding_bytes(config: Config, hf_config: Any, data_ranks: int) -> float:
 def server_memory(config: Config, hf_config: Any, gpu: float) -> ServerRankMemory:
     """Return the memory of a server's fullest rank while it generates, on a GPU of `gpu` bytes."""
     servers = server_layout(config, hf_config)
-    entries = family(hf_config.model_type).mapping(hf_config)
+    parts = family(hf_config.model_type)
+    drafts = parts.draft_head and config.rollout.draft_algorithm is not None
+    entries = parts.mapping(hf_config, draft_head=drafts)
     itemsize = ModelOptions.from_config(config).dtype.itemsize
     given: dict[str, Any] = {**GPU_ARGS, **config.rollout.server_args}
     fraction = float(given["mem_fraction_static"] or SGLANG_FRACTION)

@@ -52,7 +52,8 @@ def weight_update_table(config: Config, world_size: int) -> str:
     check_model_layout(
         parts.architecture(hf_config), axes, options, vocab_size=text.vocab_size, recompute_layers=1
     )
-    entries, lora = parts.mapping(hf_config), config.lora
+    entries = parts.mapping(hf_config, draft_head=config.speculation.train)
+    lora = config.lora
     trainer = TrainerRanks.of(hf_config, axes, world_size, options)
     changed = trained_entries(entries, options, lora.targets if lora.rank else None)
     plan = SyncPlan(entries, trainer, changed)

@@ -1,6 +1,6 @@
 """Initial model of a run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from megavlm.checkpointing.adapter_settings import AdapterSettings, check_alpha,
 from megavlm.checkpointing.all_ranks import run_on_all_ranks
 from megavlm.checkpointing.folder import locate_step
 from megavlm.checkpointing.load import load_checkpoint
+from megavlm.checkpointing.reader import StepReader, has_draft_head
 from megavlm.config.lora import LoRA
 from megavlm.config.schema import Config
 from megavlm.models.build import build_model
@@ -47,7 +48,7 @@ def start_model(
 ) -> list[VisionLanguageModel]:
     """Build this rank's part of the model with the weights of `step`, or of `model.folder` if
     `step` is None. Adapters are newly initialized unless the step has them; a value head predicts
-    0. Collective.
+    0; a draft head that the step does not have is the one of `model.folder`. Collective.
     """
     model = build_model(hf_config, mesh, replace(ModelOptions.from_config(config), head=head))
     lora = config.lora
@@ -55,8 +56,11 @@ def start_model(
     if goes_on:
         _add(model, lora, config.run.seed)
     if step is not None:
-        with _without_value_head(model):
+        has_head = config.speculation.train and _on_rank_0(lambda: has_draft_head(StepReader(step)))
+        with _without_heads(model, draft=not has_head):
             load_checkpoint(step, chunks=model, model_type=hf_config.model_type)
+        if not has_head:
+            _load_draft_head(model, entries, config.model.folder, mesh)
     else:
         for chunk in model:
             load_hf(chunk, entries, HFFolder(config.model.folder), mesh)
@@ -85,13 +89,33 @@ def _goes_on(step: Path, alpha: float) -> bool:
     """
 
     def look() -> bool:
-        if dist.get_rank() != 0 or not saved_adapter_keys(step):
+        if not saved_adapter_keys(step):
             return False
         check_alpha(step, alpha)
         return True
 
-    (found, *_) = run_on_all_ranks("start", look)
+    return _on_rank_0(look)
+
+
+def _on_rank_0(look: Callable[[], bool]) -> bool:
+    """Return on every rank what rank 0 has found. Raises its ValueError on every rank.
+    Collective.
+    """
+    (found, *_) = run_on_all_ranks("start", lambda: dist.get_rank() == 0 and look())
     return found
+
+
+def _load_draft_head(
+    model: Sequence[VisionLanguageModel], entries: Sequence[Entry], folder: str, mesh: Mesh
+) -> None:
+    """Load the draft head of a model folder."""
+    for chunk in model:
+        if chunk.draft_head is not None:
+            source = HFFolder(folder)
+            own = [entry for entry in entries if entry.megatron.startswith("draft_head.")]
+            prefixes = tuple({f"{name.split('.')[0]}." for entry in own for name in entry.hf})
+            tensors = {name: source[name] for name in source if name.startswith(prefixes)}
+            load_hf(chunk.draft_head, own, tensors, mesh, prefix="draft_head.")
 
 
 def _add(model: Sequence[VisionLanguageModel], lora: LoRA, seed: int) -> None:
@@ -101,13 +125,14 @@ def _add(model: Sequence[VisionLanguageModel], lora: LoRA, seed: int) -> None:
 
 
 @contextmanager
-def _without_value_head(model: Sequence[VisionLanguageModel]) -> Iterator[None]:
-    """Detach the value head within the context, because a checkpoint to start from need not have
-    one.
+def _without_heads(model: Sequence[VisionLanguageModel], *, draft: bool) -> Iterator[None]:
+    """Detach the value head, and with `draft` the draft head, within the context, because a
+    checkpoint to start from need not have them.
     """
-    heads = [chunk.value_head for chunk in model]
+    heads = [(chunk.value_head, chunk.draft_head) for chunk in model]
     for chunk in model:
         chunk.value_head = None
+        chunk.draft_head = None if draft else chunk.draft_head
     yield
-    for chunk, head in zip(model, heads, strict=True):
-        chunk.value_head = head
+    for chunk, (value_head, draft_head) in zip(model, heads, strict=True):
+        chunk.value_head, chunk.draft_head = value_head, draft_head

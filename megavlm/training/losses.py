@@ -147,6 +147,25 @@ def policy_loss(settings: PolicyOptimization, update: Update) -> LossFunction:
     return loss_function
 
 
+def with_draft_loss(loss: LossFunction, num_targets: int | None = None) -> LossFunction:
+    """Return a loss function that also teaches the draft head. Its divergence from the policy has
+    the loss weights of the tokens or, with `num_targets`, is their mean over the batch.
+    """
+
+    def loss_function(pack: Pack, scores: TokenScores) -> tuple[Tensor, Measures]:
+        total, measures = loss(pack, scores)
+        divergence = scores.draft_divergence
+        assert divergence is not None
+        if num_targets is None:
+            assert pack.columns is not None
+            own = (divergence * pack.columns.loss_weights).sum()
+        else:
+            own = divergence.sum() / num_targets
+        return total + own, measures | {"draft_divergence": divergence.detach().sum()}
+
+    return loss_function
+
+
 def supervised_loss(num_targets: int) -> LossFunction:
     """Return the mean negative log-likelihood of the batch's `num_targets` answer tokens."""
 

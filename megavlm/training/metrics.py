@@ -22,6 +22,7 @@ _SHARES = {
     "rejected_share": "rejected",
     "kl_reference": "kl_reference",
     "kl_teacher": "kl_teacher",
+    "draft_divergence": "draft_divergence",
 }
 
 
@@ -78,7 +79,8 @@ def critic_metrics(reports: Sequence[Report]) -> dict[str, float]:
 
 
 def supervised_metrics(report: Report) -> dict[str, float]:
-    return {"loss": _per_token([report], "loss")} | _update([report])
+    shares = [name for name in ("loss", "draft_divergence") if name in report]
+    return {name: _per_token([report], name) for name in shares} | _update([report])
 
 
 def preference_metrics(report: Report) -> dict[str, float]:
@@ -103,8 +105,10 @@ def _per_token(reports: Sequence[Report], name: str) -> float:
 def _update(reports: Sequence[Report]) -> dict[str, float]:
     norms = [report["gradient_norm"] for report in reports]
     skipped = sum(report["skipped_updates"] for report in reports)
+    drafts = [x["draft_gradient_norm"] for x in reports if "draft_gradient_norm" in x]
     return {
         "gradient_norm": sum(norms) / len(norms),
+        **({"draft_gradient_norm": sum(drafts) / len(drafts)} if drafts else {}),
         "learning_rate": reports[-1]["learning_rate"],
         "skipped_updates": skipped,
         "updates_without_signal": sum(report["updates_without_signal"] for report in reports),

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megavlm.checkpointing.optimizer_states import MOMENTS, make_states
 from megavlm.config.optimizer import Optimizer
+from megavlm.config.speculation import Speculation
 from megavlm.data.packs.packing import Pack
 from megavlm.models.common.components import model_part
 from megavlm.models.common.logprobs import Scoring
@@ -31,6 +32,7 @@ from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.collectives import any_rank, reduce_measures
 from megavlm.parallel.mesh import Mesh
 from megavlm.parallel.offload import Offloadable, distinct_storages
+from megavlm.training.clipping import SeparateClipping
 from megavlm.training.forward_backward import LossFunction, Measures, forward_backward
 from megavlm.training.gradient_buffers import (
     begin_gather,
@@ -77,6 +79,7 @@ def _start(warmup: int) -> int:
 class Updater:
     """Updates a model: this rank's chunks with their gradient buffers, the optimizer and the
     schedule. offloads: If true, the optimizer's state is in host memory except during its step.
+    clipping: The step of a model whose draft head is trained.
     """
 
     chunks: list[DistributedDataParallel]
@@ -85,6 +88,7 @@ class Updater:
     mesh: Mesh
     skips: SkipCounter = field(default_factory=SkipCounter)
     offloads: bool = False
+    clipping: SeparateClipping | None = None
 
     def __post_init__(self) -> None:
         if self.offloads:
@@ -188,12 +192,12 @@ class Updater:
         measures["skipped_updates"] = float(skipped)
         measures["updates_without_signal"] = float(without_signal)
         measures["learning_rate"] = self.learning_rate
-        norm = float("nan") if skipped else 0.0
+        norms = {"gradient_norm": float("nan") if skipped else 0.0}
         if not skipped and not without_signal:
-            norm = self.step(value_head_alone=value_head_alone)
+            norms = self.step(value_head_alone=value_head_alone)
         for chunk in self.chunks:
             begin_gather(chunk)  # after a skipped update too, to keep one order of collectives
-        return measures | {"gradient_norm": norm}
+        return measures | norms
 
     def finish(self) -> None:
         """Block until this rank has all updated parameters. Call it before reading parameters other
@@ -224,9 +228,9 @@ class Updater:
         finite = torch.stack([norm.isfinite() for norm in largest])
         return not any_rank(~finite.all())
 
-    def step(self, *, value_head_alone: bool = False) -> float:
-        """Clip gradients, update the parameters and advance the schedule. Returns the gradient norm
-        before clipping. Collective.
+    def step(self, *, value_head_alone: bool = False) -> dict[str, float]:
+        """Clip gradients, update the parameters and advance the schedule. Returns `gradient_norm`
+        before clipping, and `draft_gradient_norm` if the draft head is trained. Collective.
 
         value_head_alone: Update the value head at its full learning rate; all other parameters and
         the schedule stay bit for bit the same. The first update of the other parameters later
@@ -241,14 +245,19 @@ class Updater:
         with self.state_on_device():
             if not value_head_alone and not self.has_moved:
                 _forget_moments(self.optimizer)
-            updated, norm, _ = self.optimizer.step()
-        assert updated, "finite gradients were refused"
+            if self.clipping is not None:
+                names = ("gradient_norm", "draft_gradient_norm")
+                norms = dict(zip(names, self.clipping.step(), strict=True))
+            else:
+                updated, norm, _ = self.optimizer.step()
+                assert updated, "finite gradients were refused"
+                norms = {"gradient_norm": float(norm)}
         if value_head_alone:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
         else:
             self.scheduler.step(increment=1)
-        return float(norm)
+        return norms
 
     @property
     def learning_rate(self) -> float:
@@ -264,11 +273,13 @@ def build_updater(
     num_steps: int,
     updates_per_step: int = 1,
     value_head_lr: float | None = None,
+    speculation: Speculation | None = None,
 ) -> Updater:
     """Build gradient buffers, optimizer and schedule of a model. Collective.
 
     num_steps: Training steps of the whole run, the length of the schedule. value_head_lr: Learning
-    rate of a value head on a policy. A new value head predicts 0.
+    rate of a value head on a policy. A new value head predicts 0. speculation: Rate and clipping of
+    the draft head; None without one.
 
     Raises ValueError if one of the pipeline stages has no trainable parameters, or if the
     optimizer's settings do not support the model's dtypes.
@@ -315,6 +326,12 @@ def build_updater(
             "min_lr": min(settings.min_lr, value_head_lr),
             "is_decoupled_lr": True,
         }
+    if speculation is not None:
+        overrides[ParamKey(name="*draft_head.*")] = {
+            "max_lr": speculation.lr,
+            "min_lr": min(settings.min_lr, speculation.lr),
+            "lr_mult": speculation.lr / settings.lr,  # as above
+        }
     optimizer = get_megatron_optimizer(
         config, wrapped, config_overrides=overrides, use_gloo_process_groups=True
     )
@@ -337,7 +354,14 @@ def build_updater(
         override_opt_param_scheduler=True,
         updates_per_step=updates_per_step,
     )
-    return Updater(wrapped, optimizer, scheduler, mesh, offloads=settings.offload)
+    clipping = None
+    if speculation is not None:
+        heads = [chunk.draft_head for chunk in chunks if chunk.draft_head is not None]
+        parameters = [x for head in heads for x in head.parameters()]
+        clipping = SeparateClipping(optimizer, parameters, speculation.clip_grad)
+    return Updater(
+        wrapped, optimizer, scheduler, mesh, offloads=settings.offload, clipping=clipping
+    )
 
 
 def _part_predicate(chunks: Sequence[VisionLanguageModel], part: str) -> ParamPredicate:

@@ -18,7 +18,7 @@ from megavlm.training.advantages import add_kl_advantages, whiten_advantages, wi
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.driver import Driver
 from megavlm.training.forward_backward import LossFunction, Measures, compute_logprobs
-from megavlm.training.losses import Update, policy_loss
+from megavlm.training.losses import Update, policy_loss, with_draft_loss
 from megavlm.training.metrics import policy_metrics
 from megavlm.training.reference import reference
 from megavlm.training.step.rank_batch import RankBatch
@@ -288,7 +288,8 @@ class PolicyTrainer(BaseTrainer):
             reduce=self.over_context,
             distillation=self.train_state.config.distillation,
         )
-        return policy_loss(self.settings, update)
+        loss = policy_loss(self.settings, update)
+        return with_draft_loss(loss) if self.train_state.config.speculation.train else loss
 
     def adapt_kl(self, metrics: dict[str, float]) -> None:
         settings = self.settings

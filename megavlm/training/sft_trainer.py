@@ -6,7 +6,7 @@ from megavlm.config.algorithm import SFT
 from megavlm.data.packs.trees import supervised_tree
 from megavlm.training.base_trainer import BaseTrainer
 from megavlm.training.driver import Driver
-from megavlm.training.losses import supervised_loss
+from megavlm.training.losses import supervised_loss, with_draft_loss
 from megavlm.training.metrics import supervised_metrics
 from megavlm.training.step.step_plan import StepPlan
 from megavlm.training.train_state import TrainState
@@ -30,9 +30,10 @@ class SupervisedTrainer(BaseTrainer):
         with phases("vision"):
             features = self.encode(batch)
         with phases("update"):
-            report = state.updater.update(
-                batch.packs, features, supervised_loss(*batch.num_targets), step=state.step + 1
-            )
+            loss = supervised_loss(*batch.num_targets)
+            if state.config.speculation.train:
+                loss = with_draft_loss(loss, *batch.num_targets)
+            report = state.updater.update(batch.packs, features, loss, step=state.step + 1)
         state.step += 1
         self.record(supervised_metrics(report), num_tokens=batch.num_tokens)
 

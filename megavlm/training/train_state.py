@@ -73,7 +73,8 @@ class TrainState:
     def build(cls, config: Config, mesh: Mesh, progress: Progress, phases: Phases) -> Self:
         """Build this rank's part of the model with its initial weights. Collective."""
         hf_config = model_config(config.model.folder)
-        entries = family(hf_config.model_type).mapping(hf_config)
+        parts, trains_head = family(hf_config.model_type), config.speculation.train
+        entries = parts.mapping(hf_config, draft_head=trains_head)
         algorithm = config.algorithm
         has_shared_critic = isinstance(algorithm, PPO) and algorithm.critic == "shared"
         head: Literal["tokens", "both"] = "both" if has_shared_critic else "tokens"
@@ -86,6 +87,7 @@ class TrainState:
             num_steps=algorithm.policy_steps,
             updates_per_step=algorithm.updates_per_step,
             value_head_lr=algorithm.critic_lr if isinstance(algorithm, PPO) else None,
+            speculation=config.speculation if trains_head else None,
         )
         kept = config.checkpoint
         target = SaveTarget(

@@ -136,7 +136,10 @@ def read_checksums(servers: Servers, answers: Answers) -> dict[str, list[dict[st
     held = servers.read(
         WEIGHTS_CHECKER,
         answers,
-        lambda answer: [dict(rank["checksums"]) for rank in answer["ranks"]],
+        lambda answer: [
+            {draft_name(name): x for name, x in rank["checksums"].items()}
+            for rank in answer["ranks"]
+        ],
     )
     for url in [url for url, ranks in held.items() if len(ranks) != sizes[url]]:
         servers.lose(
@@ -144,6 +147,16 @@ def read_checksums(servers: Servers, answers: Answers) -> dict[str, list[dict[st
             f"{url}{WEIGHTS_CHECKER} answered for {len(held.pop(url))} of {sizes[url]} ranks",
         )
     return held
+
+
+def draft_name(name: str) -> str:
+    """Return HF's name of a draft model's parameter (draft.model.norm.weight is mtp.norm.weight),
+    and other names as they are.
+    """
+    prefix = "draft."
+    if not name.startswith(prefix):
+        return name
+    return "mtp." + name.removeprefix(prefix).removeprefix("model.")
 
 
 def _first_difference(

@@ -20,7 +20,11 @@ from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync.sglang_layout import parameter_name
 
 _LAYER = re.compile(r"language_model\.decoder\.layers\.(\d+)\.")
-_LAST_STAGE = ("language_model.decoder.final_layernorm.", "language_model.output_layer.")
+_LAST_STAGE = (
+    "language_model.decoder.final_layernorm.",
+    "language_model.output_layer.",
+    "draft_head.",
+)
 TIED = "language_model.embedding.word_embeddings.weight"  # if tied, the last stage has a copy
 
 

@@ -54,8 +54,8 @@ TOWER_OUTPUT = (
     ".self_attn.out_proj.weight",
 )
 INPUT_CUT = re.compile(
-    r"model\.layers\.\d+\.((self_attn\.)?o_proj|linear_attn\.out_proj)\.weight"
-    r"|model\.layers\.\d+\.mlp\.(shared_experts?\.)?down_proj\.weight"
+    r"(model|mtp)\.layers\.\d+\.((self_attn\.)?o_proj|linear_attn\.out_proj)\.weight"
+    r"|(model|mtp)\.layers\.\d+\.mlp\.(shared_experts?\.)?down_proj\.weight"
     r"|visual\..*(attn\.proj|down_proj|mlp\.fc2|linear_fc2|merger(_list\.\d+)?\.mlp\.2)\.weight"
     r"|vision_tower\..*(attention\.projection_layer|self_attn\.out_proj|mlp\.fc2)\.weight"
     r"|(vision_tower|merger)\..*linear_2\.weight"

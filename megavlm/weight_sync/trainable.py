@@ -13,11 +13,12 @@ def trained_entries(
 ) -> frozenset[int]:
     """Return the indices of the entries that training can change.
 
-    targets: `lora.targets`; only the weights of these linears change, by merging their adapters.
-    None without adapters.
+    targets: `lora.targets`; only the weights of these linears and a draft head change, the first by
+    merging their adapters. None without adapters.
     """
     if targets is not None:
-        return adapted_entries(entries, targets)
+        heads = (i for i, x in enumerate(entries) if x.megatron.startswith("draft_head."))
+        return adapted_entries(entries, targets).union(heads)
     return frozenset(
         i for i, x in enumerate(entries) if not (x.frozen or _is_frozen(x.megatron, options))
     )

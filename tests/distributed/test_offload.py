@@ -50,7 +50,7 @@ def train(folder: Path, ranks: Ranks, away: bool, settings: Optimizer = SETTINGS
             for part in reversed(parts.values()):
                 part.to_device()
         run.forward_backward(run.features())
-        norms.append(run.updater.step())
+        norms.append(run.updater.step()["gradient_norm"])
     return run.parameters(), norms
 
 
@@ -101,7 +101,7 @@ def offloaded(folder: Path, ranks: Ranks) -> Any:
     for _ in range(2):
         run.forward_backward(run.features())
         assert sum(tensor.untyped_storage().nbytes() for tensor in run.updater.state_tensors()) == 0
-        norms.append(run.updater.step())
+        norms.append(run.updater.step()["gradient_norm"])
     with run.updater.state_on_device():
         assert all(tensor.abs().sum() > 0 for tensor in run.updater.state_tensors())
     return run.parameters(), norms

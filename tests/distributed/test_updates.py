@@ -137,7 +137,7 @@ def history(run: Run) -> list[Any]:
         reports = run.forward_backward(run.features())
         measures = reduce_measures(reports, run.mesh)
         assert run.updater.gradients_are_finite()
-        history.append([measures["loss"] / measures["tokens"], run.updater.step()])
+        history.append([measures["loss"] / measures["tokens"], run.updater.step()["gradient_norm"]])
     return history
 
 

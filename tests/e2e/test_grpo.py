@@ -133,8 +133,8 @@ def test_the_checkpoint_is_evaluated_and_trained_on(world: World, trained: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param("qwen3_5", marks=pytest.mark.long), "qwen3_5_moe"])
 def test_layers_of_linear_attention(world: World, family: str) -> None:
-    """One family replays routed experts; the servers of both draft tokens with a head of the
-    model.
+    """One family replays routed experts; the servers of both draft tokens with a head that is
+    trained.
     """
     plain, model = world.root / family, world.root / f"{family}_mtp"
     sets = (world.root / f"data/{name}.parquet" for name in ("train", "test", "warm_start"))
@@ -147,6 +147,7 @@ def test_layers_of_linear_attention(world: World, family: str) -> None:
         algorithm=GRPO | {"steps": 2, "routing_replay": family == "qwen3_5_moe"},
         optimizer={"lr": 1e-3},
         rollout={"temperature": 0.7, "server_args": {"speculative_algorithm": "NEXTN"}},
+        speculation={"train": True, "lr": 1e-3},
         checkpoint={"export_hf": True, "verify_export": True},
     )
     done = world.megavlm("train", recipe)
@@ -159,7 +160,8 @@ def test_layers_of_linear_attention(world: World, family: str) -> None:
     assert json.loads((run / "result.json").read_text())["export_logit_difference"] < 1e-5
     exported, start = HFFolder(run / "hf"), HFFolder(model)
     assert set(exported) == set(start)
-    assert exported["mtp.fc.weight"].equal(start["mtp.fc.weight"])
+    assert all(0 < step["draft_divergence"] < 9 for step in steps)
+    assert not exported["mtp.fc.weight"].equal(start["mtp.fc.weight"])
     for name in ("in_proj_qkv.weight", "in_proj_a.weight", "conv1d.weight", "A_log"):
         key = f"model.language_model.layers.0.linear_attn.{name}"
         assert not exported[key].equal(start[key]), key

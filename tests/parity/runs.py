@@ -35,7 +35,7 @@ def build(
     """This rank's chunks of a folder's model, with their weights, and the mapping table."""
     mesh = build_mesh(ranks.mesh)
     chunks = build_model(config, mesh, replace(options, sequence=ranks.sequence))
-    entries = family(config.model_type).mapping(config)
+    entries = family(config.model_type).mapping(config, draft_head=options.draft_head)
     for chunk in chunks:
         load_hf(chunk, entries, HFFolder(folder), mesh)
     return mesh, entries, chunks
@@ -88,14 +88,14 @@ class Run:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         forward_backward(self.wrapped, self._parts(packs), self.features(), Scoring(), weighted)
-        return {name: x.main_grad.clone().view(x.shape) for name, x in self._trained()}
+        return {name: x.main_grad.clone().view(x.shape) for name, x in self.trained()}
 
     def shards(self, hf: Mapping[str, Tensor], form: Form) -> dict[Name, tuple[Tensor, Tensor]]:
         """Of HF tensors what this rank has of them, and the whole."""
         hub = HubTensors(self.entries, hf, form)
         table = {(entry.megatron, entry.expert): entry for entry in self.entries}
         found = {}
-        for name, _ in self._trained():
+        for name, _ in self.trained():
             entry = table[name]
             full = hub.read(entry)
             found[name] = shard_tensor(entry, full, *self.mesh.place(entry.shard.axis)), full
@@ -104,7 +104,7 @@ class Run:
     def _parts(self, packs: Sequence[Pack]) -> list[Pack]:
         return [pack.part(self.mesh.context_rank) for pack in packs]
 
-    def _trained(self) -> Iterator[tuple[Name, Any]]:
+    def trained(self) -> Iterator[tuple[Name, Any]]:
         for chunk in self.chunks:
             parameters = {parameter.data_ptr(): parameter for parameter in chunk.parameters()}
             for target in local_tensors(chunk):

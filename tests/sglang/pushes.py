@@ -53,7 +53,8 @@ TIMEOUT = scaled(120)  # seconds for a request or a transfer
 @dataclass(frozen=True)
 class Trainer:
     """`weights`: a folder. `targets`: of adapters on it, with the pairs of `lora_reference`. `fp8`:
-    quantise what is sent to the server. `delta`: send what has changed.
+    quantise what is sent to the server. `delta`: send what has changed. `draft_head`: it is
+    trained.
     """
 
     weights: Path
@@ -62,6 +63,7 @@ class Trainer:
     targets: tuple[str, ...] = ()
     fp8: bool = False
     delta: bool = False
+    draft_head: bool = False
 
     @property
     def ranks(self) -> Ranks:
@@ -72,6 +74,7 @@ class Trainer:
         return ModelOptions(
             freeze_tower=self.freeze_tower,
             freeze_merger=self.freeze_tower,
+            draft_head=self.draft_head,
         )
 
     def start(self) -> tuple[Mesh, list[Entry], list[VisionLanguageModel]]:

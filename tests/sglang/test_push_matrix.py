@@ -114,6 +114,7 @@ SUBSET = [
     Case("qwen3_omni_moe", 2, "EP2", "tensor", "adapter"),
     Case("qwen3_5" + DRAFTS, 2, "TP2", "distributed", "tower"),
     Case("qwen3_5" + DRAFTS, 2, "TP2xPP2", "tensor", "adapter"),
+    Case("qwen3_5_moe" + DRAFTS, 2, "EP2xPP2", "tensor", "frozen tower"),
 ]
 
 
@@ -160,7 +161,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
                 running.clear()
                 folder, args = model_folder(family.removesuffix(DRAFTS)), WITH_ADAPTERS
                 if family.endswith(DRAFTS):
-                    folder = add_draft_head(folder, root / "drafting")
+                    folder = add_draft_head(folder, root / family)
                     args = {**args, "speculative_algorithm": "NEXTN"}
                 server = ManagedServer(
                     ServerOptions(
@@ -201,7 +202,14 @@ def test_push(case: Case, server: Callable[[str, int], Served], tmp_path: Path) 
         weights = tmp_path / "weights"
         changed(served.folder, weights, tower=trains_tower or refit, seed=21)
     targets = TARGETS.get(case.family, DENSE) if case.mode in ADAPTED else ()
-    trainer = Trainer(weights, case.layout, not trains_tower, targets=targets, delta=delta)
+    trainer = Trainer(
+        weights,
+        case.layout,
+        not trains_tower,
+        targets=targets,
+        delta=delta,
+        draft_head=case.family.endswith(DRAFTS) and case.mode != "adapter",
+    )
     way = (case.transport, trainer, tmp_path / "scratch", 7, questions, drawn)
     how = (refit, case.mode == "adapter")
     results = launch(trainer.ranks.world_size, push_and_compare, served, *way, *how)

@@ -90,10 +90,15 @@ def test_suppressed_tokens_are_drafted_and_rejected(served: Served) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tensor", "distributed", "disk"])
-def test_a_push_reaches_the_target_and_what_the_draft_shares(
-    served: Served, kind: str, tmp_path: Path
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_push_reaches_the_target_and_the_draft(
+    served: Served, kind: str, trained: bool, tmp_path: Path
 ) -> None:
-    assert pushed(served, kind, tmp_path) == SHARED
+    """All of a draft head that is trained, and of another one what it shares with the target."""
+    everything = draft_weights(served).keys()
+    kept = everything - pushed(served, kind, tmp_path, trained)
+    constants = {"draft.model.layers.0.rotary_emb.axis_map"}
+    assert kept == (constants if trained else everything - SHARED)
 
 
 def test_a_push_with_tied_embeddings(tmp_path: Path) -> None:
@@ -105,13 +110,15 @@ def test_a_push_with_tied_embeddings(tmp_path: Path) -> None:
         assert pushed(served, "tensor", tmp_path) == {"draft.model.embed_tokens.weight"}
 
 
-def pushed(served: Served, kind: str, tmp_path: Path) -> set[str]:
+def pushed(served: Served, kind: str, tmp_path: Path, trained: bool = False) -> set[str]:
     """Push other weights, by which the server then samples. Returns the draft model's tensors that
-    have changed.
+    have changed. trained: The trainer has the draft head, too.
     """
     weights = changed(served.folder, tmp_path / "weights", tower=False, seed=7)
     before = draft_weights(served)
-    report, _ = launch(2, push, [served.receiver], kind, Trainer(weights), tmp_path, 3)
+    report, _ = launch(
+        2, push, [served.receiver], kind, Trainer(weights, draft_head=trained), tmp_path, 3
+    )
     assert report.servers == 1 and report.checked
     after = differences(served, Reference(weights), 3, seed=0)
     assert max(after.values()) < 1e-4, after

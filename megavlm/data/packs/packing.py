@@ -261,7 +261,7 @@ class _Forest:
             gather_index=everything,
             runs=split_segments(segment_bounds, 1)[0],
             segment_ids=torch.arange(len(sizes)).repeat_interleave(sizes),
-            ancestors=_ancestors(parents.tolist()),
+            ancestors=ancestors_of(parents.tolist()),
             parents=tuple(parents.tolist()),
             segment_bounds=segment_bounds,
             tree_bounds=(*tree_bounds, *[len(token_ids)][: further[1]]),
@@ -304,7 +304,8 @@ def join_targets(parts: Sequence[Pack], values: Sequence[Tensor]) -> Tensor:
     return torch.cat([*values])[torch.cat([part.target_index for part in parts]).argsort()]
 
 
-def _ancestors(parents: list[int]) -> Tensor:
+def ancestors_of(parents: Sequence[int]) -> Tensor:
+    """Return for each segment [S, S] whether it continues each other one, or is that one."""
     ancestors = torch.eye(len(parents), dtype=torch.bool)
     for index, parent in enumerate(parents):
         if parent >= 0:

@@ -1,8 +1,8 @@
 """Weights of a draft model while a server's memory is released.
 
 SGLang releases a draft model's weights with those of the target, without a copy, and a trainer
-sends only the target's. Without this module every draft would then be rejected, and only
-`accept_length` would show it.
+sends only the target's unless `speculation.train` is true. Without this module every draft would
+then be rejected, and only `accept_length` would show it.
 
 SGLang loads this module as a plugin (megavlm_plugins.dist-info).
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 # Of this rank's draft model: tensors that it does not share with the target, and their copies in
-# host memory. They are copied once, because training does not change them.
+# host memory. They are copied once: a trainer that changes them sends them after each resume.
 _kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from datetime import timedelta
+from itertools import chain
 from threading import Thread
 from typing import Any
 
@@ -45,6 +46,7 @@ Load = Callable[[int, int, torch.Tensor, Any], None]
 
 _plans: dict[str, Any] = {}  # by digest: one of what training changes, and one of everything
 _groups: dict[str, dist.ProcessGroup] = {}
+_drafts: list[Any] = []  # this rank's draft models, whose weights updates name mtp.*
 _loaded: list[str] = []  # the attempt whose weights this process has; empty while it loads others
 # Connections to the trainer's store, by address and use. Waiting blocks a connection for all its
 # users, so each use has its own. They are kept for the run, because torch resolves names for each
@@ -177,10 +179,12 @@ def install() -> None:
     def update_weights_from_tensor(self: Any, request: Any) -> Any:
         if request.load_format != f"{__name__}.receive":
             return update(self, request)
-        # A draft model shares the weights that it has in common with the target, and its own are
-        # not sent. Otherwise each rank would be asked for a second answer, by its draft model.
+        # Each rank would be asked for a second answer, by its draft model.
         if hasattr(request, "selector"):
             request.selector = "target"
+        if self.draft_worker is not None:
+            runners = self.draft_worker.weight_update_runners()
+            _drafts[:] = [runner.model for _, runner in runners]
         # Beginning and ending restore and process weights that a server stores in another form, as
         # quantized ones. A session that is already open stays open.
         begun = self.begin_weight_update(io_struct.BeginWeightUpdateReqInput())
@@ -253,6 +257,10 @@ class _Update:
     def __init__(self, model: Any, plan: Any, device: torch.device) -> None:
         self._model, self._plan, self._device = model, plan, device
         self._parameters = dict(model.named_parameters())
+        for draft in _drafts:
+            named = draft.named_parameters()
+            # Its embedding and output head are the target's.
+            self._parameters |= {f"mtp.{name.removeprefix('model.')}": x for name, x in named}
         self._whole: dict[str, tuple[torch.Tensor, int]] = {}
         for name, shape, dtype, whole in plan["names"]:
             if whole:
@@ -304,12 +312,13 @@ class _Update:
                 tensor, missing = self._whole[name]
                 self._whole[name] = tensor, missing - part.numel()
                 if missing == part.numel():
-                    self._model.load_weights([(name, tensor)])
+                    for model in _drafts if name.startswith("mtp.") else [self._model]:
+                        model.load_weights([(name, tensor)])
                     del self._whole[name]
 
     def finish(self) -> None:
         """Refresh what modules derive from their weights."""
-        for module in self._model.modules():
+        for module in chain(*(model.modules() for model in (self._model, *_drafts))):
             # A zero-centered norm keeps a copy of its weight plus one for fused kernels, and
             # updates the copy only in its own loader.
             if hasattr(module, "refresh_gemma_weight"):

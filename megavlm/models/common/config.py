@@ -28,6 +28,8 @@ class LanguageConfig(TransformerConfig):
         one adapter.
     fused_weight_gradients: Transformer Engine's linear layers add weight gradients to `main_grad`
         within the matrix product.
+    draft_head: The last stage has a draft head (`draft_head`), to which other stages pass the
+        embeddings on.
     """
 
     tree_attention: str = "sdpa"
@@ -36,6 +38,7 @@ class LanguageConfig(TransformerConfig):
     router_bias: bool = False
     fused_gate_up: bool = False
     fused_weight_gradients: bool = False
+    draft_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,7 @@ class ModelOptions:
     fusions: On a GPU, use fused kernels (`model.fusions`).
     head: Outputs of the last stage. A separate critic has "values", a policy with a shared critic
         has "both".
+    draft_head: The last stage also has the draft head, which is trained (`speculation.train`).
     """
 
     dtype: torch.dtype = torch.float32
@@ -66,6 +70,7 @@ class ModelOptions:
     freeze_merger: bool = True
     fusions: bool = True
     head: Literal["tokens", "values", "both"] = "tokens"
+    draft_head: bool = False
 
     @classmethod
     def from_config(cls, config: Config) -> "ModelOptions":
@@ -89,6 +94,7 @@ class ModelOptions:
             freeze_tower=model.freeze_tower,
             freeze_merger=model.freeze_merger,
             fusions=model.fusions,
+            draft_head=config.speculation.train,
         )
 
 
@@ -140,6 +146,7 @@ def language_config(
         apply_rope_fusion=fused and engine,
         moe_permute_fusion=fused and engine and has_experts,
         fused_weight_gradients=fused and engine,
+        draft_head=options.draft_head,
         # This is for megatron-core's own linear layers, and needs apex. Only the output layer is
         # one, and its product is computed in chunks (`token_scores`).
         gradient_accumulation_fusion=False,

@@ -192,10 +192,10 @@ def layer_specs(
     first = get_transformer_layer_offset(config, chunk, stage)
     count = get_num_layers_to_build(config, chunk, stage)
     kinds = layer_kinds(config)
-    specs = {kind: _layer_spec(config, kind, groups) for kind in set(kinds)}
+    specs = {kind: layer_spec(config, kind, groups) for kind in set(kinds)}
     return TransformerBlockSubmodules(
         layer_specs=[specs[kind] for kind in kinds[first : first + count]],
-        layer_norm=_whole_norm(),
+        layer_norm=whole_norm(),
     )
 
 
@@ -217,7 +217,7 @@ def layer_kinds(config: TransformerConfig) -> list[LayerKind]:
     return [LayerKind(bool(x), bool(y)) for x, y in zip(experts, linear, strict=True)]
 
 
-def _layer_spec(
+def layer_spec(
     config: LanguageConfig, kind: LayerKind, groups: ProcessGroupCollection
 ) -> ModuleSpec:
     experts = config.num_moe_experts if kind.has_experts else None
@@ -239,7 +239,7 @@ def _layer_spec(
         parts.sharded_state_dict_keys_map = _norm_keys(kind)
     layer.module = DeepStackLayer
     if config.post_norms:
-        add = ModuleSpec(NormedSum, params={"config": config, "norm": _whole_norm()})
+        add = ModuleSpec(NormedSum, params={"config": config, "norm": whole_norm()})
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add
         layer.submodules.sharded_state_dict_keys_map |= {
             "self_attn_bda.": "self_attention.post_",
@@ -269,7 +269,7 @@ def _norm_keys(kind: LayerKind) -> dict[str, str]:
     return keys if kind.has_experts else keys | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-def _whole_norm() -> type:
+def whole_norm() -> type:
     """Return the class of norms that are not fused with a linear layer."""
     if not platform.has_transformer_engine():
         return MegatronRMSNorm

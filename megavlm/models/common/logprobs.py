@@ -27,12 +27,14 @@ class TokenScores:
     """Scores of target tokens, fp32 [N] each: log-prob (natural logarithm), entropy of the token's
     distribution in nats, and the critic's value. A score is empty if the model has no head for it.
     divergence: Forward KL divergence [N] from a teacher in nats; None without a teacher's tokens.
+    draft_divergence: KL divergence [N] of the draft head from the policy; None without the head.
     """
 
     logprobs: Tensor
     entropy: Tensor
     values: Tensor
     divergence: Tensor | None = None
+    draft_divergence: Tensor | None = None
 
     @property
     def device(self) -> torch.device:  # read by megatron-core's schedules
@@ -82,12 +84,6 @@ def token_scores(
     Source: d logp/dz = onehot - p; d entropy/dz = -p (log p + entropy), z the scaled logits. For
     the divergence see teacher_divergence.py.
     """
-    suppressed = None
-    if scoring.suppressed_ids:
-        # Selected on the host: indexing by a mask would wait for the GPU.
-        local = (i - group.rank() * weight_VH.size(0) for i in scoring.suppressed_ids)
-        held = [i for i in local if 0 <= i < weight_VH.size(0)]
-        suppressed = torch.tensor(held, dtype=torch.long, device=weight_VH.device)
     chunk_size = chunk_size or default_chunk_size(weight_VH.size(0), weight_VH.device.type)
     vocab_size, chunks = weight_VH.size(0), list[TeacherChunk]()
     if teacher is not None and scoring.entropy:
@@ -95,7 +91,7 @@ def token_scores(
     logits = _Logits(
         weight_VH.detach(),
         scoring.temperature,
-        suppressed,
+        _suppressed(scoring, weight_VH, group),
         [] if kept is None else kept.chunks(chunk_size, group.rank() * vocab_size),
         chunks,
         scoring.entropy,
@@ -104,6 +100,50 @@ def token_scores(
         hidden_NH, weight_VH, target_ids_N, logits, group, chunk_size
     )
     return logprobs, entropy, divergence if chunks else None
+
+
+@torch.no_grad()
+def likeliest_tokens(
+    hidden_NH: Tensor, weight_VH: Tensor, k: int, *, scoring: Scoring, group: dist.ProcessGroup
+) -> TokenSets:
+    """Return the `k` likeliest tokens of the whole vocabulary at targets, with their log-probs.
+    Collective over `group`, the tensor axis. A chunk of the logits is in memory at a time.
+    """
+    num, vocab_size = weight_VH.size(0), weight_VH.size(0) * group.size()
+    chunk_size = default_chunk_size(num, weight_VH.device.type)
+    suppressed = _suppressed(scoring, weight_VH, group)
+    logits = _Logits(weight_VH, scoring.temperature, suppressed, [], [], False)
+    buffer, _ = logits.buffers(len(hidden_NH), chunk_size)
+    k, k_here = min(k, vocab_size), min(k, num)
+    ids, logprobs = [], []
+    for number, hidden_CH in enumerate(hidden_NH.split(chunk_size)):
+        logits_CV = logits.write(hidden_CH, buffer, number)
+        here_Ck, index_Ck = logits_CV.topk(k_here)
+        here = torch.cat([here_Ck, logits_CV.logsumexp(1, keepdim=True)], 1)
+        values, indices = _from_all(here, group), _from_all(index_Ck + group.rank() * num, group)
+        top_Ck, places_Ck = values[..., :-1].transpose(0, 1).flatten(1).topk(k)
+        ids.append(indices.transpose(0, 1).flatten(1).gather(1, places_Ck))
+        logprobs.append(top_Ck - values[..., -1].logsumexp(0)[:, None])
+    sizes = torch.full((len(hidden_NH),), k, dtype=torch.int32)
+    sets = TokenSets.of(sizes, torch.cat(ids).flatten().int(), torch.cat(logprobs).flatten())
+    return sets.to(hidden_NH.device)
+
+
+def _from_all(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the values of all ranks of a group, [ranks, ...]. Collective."""
+    gathered = values.new_empty(group.size(), *values.shape)
+    dist.all_gather_into_tensor(gathered.flatten(0, 1), values.contiguous(), group=group)
+    return gathered
+
+
+def _suppressed(scoring: Scoring, weight_VH: Tensor, group: dist.ProcessGroup) -> Tensor | None:
+    """Return the suppressed ids as indices into this rank's vocabulary; None without any."""
+    if not scoring.suppressed_ids:
+        return None
+    # Selected on the host: indexing by a mask would wait for the GPU.
+    local = (i - group.rank() * weight_VH.size(0) for i in scoring.suppressed_ids)
+    held = [i for i in local if 0 <= i < weight_VH.size(0)]
+    return torch.tensor(held, dtype=torch.long, device=weight_VH.device)
 
 
 def default_chunk_size(vocab_size: int, device_type: str) -> int:

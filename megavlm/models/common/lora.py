@@ -25,8 +25,8 @@ from megavlm.models.common.model import VisionLanguageModel
 
 
 def add_adapters(model: VisionLanguageModel, settings: LoRA, *, seed: int = 0) -> None:
-    """Freeze the model except its value head, and add adapters to this rank's linear layers that
-    match `settings.targets`.
+    """Freeze the model except its value head and its draft head, and add adapters to this rank's
+    linear layers that match `settings.targets`.
 
     model: The part of a model that a pipeline stage, or one chunk of it, holds.
     seed: Seed of the initial A. A does not depend on the layout.
@@ -42,6 +42,8 @@ def add_adapters(model: VisionLanguageModel, settings: LoRA, *, seed: int = 0) -
     model.requires_grad_(False)
     if model.value_head is not None:
         model.value_head.requires_grad_(True)  # it starts at zero and must be trained
+    if model.draft_head is not None:
+        model.draft_head.requires_grad_(True)
     for target in found:
         setattr(target.owner, target.attribute, _adapted(target, settings, seed))
     if any(target.placement.is_expert for target in found):

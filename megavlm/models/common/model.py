@@ -3,6 +3,7 @@ heads. An object is the part of the model that one pipeline stage (or one chunk 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from megavlm.data.packs.packing import Pack
 from megavlm.data.packs.routed_experts import RoutedExperts
 from megavlm.models.common.config import LanguageConfig
 from megavlm.models.common.deepstack import StageLayout, join_levels, split_levels
+from megavlm.models.common.draft_head import DraftHead, draft_divergence
 from megavlm.models.common.language import LanguageModel
 from megavlm.models.common.logprobs import Scoring, TokenScores, token_scores
 from megavlm.models.common.tower import Tower
@@ -65,12 +67,14 @@ class VisionLanguageModel(MegatronModule):
         *,
         visual: Tower | None,
         value_head: ValueHead | None,
+        draft_head: DraftHead | None,
         is_last: bool,
     ) -> None:
         super().__init__(config=config)
         self.language_model = language_model
         self.visual = visual
         self.value_head = value_head
+        self.draft_head = draft_head
         self.is_last = is_last
         # Attributes of a model chunk that megatron-core reads.
         self.pre_process = visual is not None
@@ -115,7 +119,10 @@ class VisionLanguageModel(MegatronModule):
     ) -> Tensor | TokenScores:
         """Return the hidden states for the next stage. The last stage returns the scores of the
         pack's targets [N], or without `scoring` their logits [N, V/tp].
+
+        The embeddings go with the hidden states to the draft head, in passes with a loss.
         """
+        drafts = self.config.draft_head and scoring is not None and scoring.entropy
         rows, kept = self._slice(pack)
         first = self.language_model.first_layer
         layout = StageLayout.of(
@@ -123,14 +130,34 @@ class VisionLanguageModel(MegatronModule):
         )
         if self.pre_process:
             hidden, levels = self._embed(pack, features, kept)
+            embeddings = hidden
         else:
             hidden, levels = self._received, None
+            num_rows = len(pack.token_ids) // self._num_slices
+            if drafts:
+                hidden, embeddings = hidden.tensor_split([-num_rows])
             if pack.images and first < self.num_levels:
-                hidden, levels = split_levels(hidden, len(pack.token_ids) // self._num_slices)
+                hidden, levels = split_levels(hidden, num_rows)
         hidden = self.language_model(hidden, levels, pack.positions, layout)
         if not self.is_last:
-            return join_levels(hidden, levels, layout, self.language_model.next_layer)
-        return self._score(self._at_targets(hidden, pack), pack, scoring)
+            sent = join_levels(hidden, levels, layout, self.language_model.next_layer)
+            return torch.cat([sent, embeddings.detach()]) if drafts else sent
+        targets = self._at_targets(hidden, pack)
+        scores = self._score(targets, pack, scoring)
+        if not drafts:
+            return scores
+        assert self.draft_head is not None and scoring is not None
+        assert isinstance(scores, TokenScores)
+        drafted = self.draft_head(hidden.detach(), embeddings, pack, self.language_model.rotary)
+        divergence = draft_divergence(
+            self._at_targets(drafted, pack),
+            targets,
+            self.language_model.output_weight(),
+            pack.target_ids,
+            scoring=scoring,
+            group=self._tensor_group,
+        )
+        return replace(scores, draft_divergence=divergence)
 
     def _embed(
         self, pack: Pack, features: Features, kept: slice | None
@@ -232,4 +259,8 @@ class VisionLanguageModel(MegatronModule):
             )
             add_prefix_for_sharding(part, f"{prefix}{name}.")
             state |= {f"{prefix}{name}.{key}": tensor for key, tensor in part.items()}
+        if self.draft_head is not None:
+            state |= self.draft_head.sharded_state_dict(
+                f"{prefix}draft_head.", sharded_offsets, metadata
+            )
         return state

@@ -26,23 +26,43 @@ def mapping(config: Any) -> list[Entry]:
     return [*tower_entries(config.vision_config, num_levels=0), *_text_entries(config)]
 
 
+def draft_mapping(config: Any) -> list[Entry]:
+    """Return an entry for every tensor of the draft head. Its layer has attention."""
+    text = config.text_config
+    size = text.hidden_size
+    names = {
+        "embedding_norm": "pre_fc_norm_embedding",
+        "hidden_norm": "pre_fc_norm_hidden",
+        "norm": "norm",
+    }
+    return [
+        *(same(f"draft_head.{x}.weight", f"mtp.{hf}.weight", (size,)) for x, hf in names.items()),
+        same("draft_head.fc.weight", "mtp.fc.weight", (size, 2 * size)),
+        *gated_attention(text, "draft_head.layer", "mtp.layers.0"),
+        *_mlp(text, "draft_head.layer", "mtp.layers.0"),
+    ]
+
+
 def _text_entries(config: Any) -> Iterator[Entry]:
     text = config.text_config
-    values = text.to_dict()
-    is_linear, is_moe = linear_layers(values), has_experts(values)
+    is_linear = linear_layers(text.to_dict())
 
     def layer(index: int, megatron: str, hf: str) -> Iterator[Entry]:
         yield from (linear_attention if is_linear[index] else gated_attention)(text, megatron, hf)
-        if is_moe:
-            yield from experts(text, megatron, hf, text.num_experts)
-            source, ffn = f"{hf}.mlp.shared_expert", text.shared_expert_intermediate_size
-            yield from shared_expert(megatron, source, text.hidden_size, ffn)
-            gate = f"{megatron}.mlp.shared_experts.gate_weight"
-            yield same(gate, f"{source}_gate.weight", (1, text.hidden_size))
-        else:
-            yield from mlp(text, megatron, hf)
+        yield from _mlp(text, megatron, hf)
 
     return language_model(config, "model.language_model", layer)
+
+
+def _mlp(text: Any, megatron: str, hf: str) -> Iterator[Entry]:
+    if not has_experts(text.to_dict()):
+        yield from mlp(text, megatron, hf)
+        return
+    yield from experts(text, megatron, hf, text.num_experts)
+    source, ffn = f"{hf}.mlp.shared_expert", text.shared_expert_intermediate_size
+    yield from shared_expert(megatron, source, text.hidden_size, ffn)
+    gate = f"{megatron}.mlp.shared_experts.gate_weight"
+    yield same(gate, f"{source}_gate.weight", (1, text.hidden_size))
 
 
 def linear_attention(text: Any, megatron: str, hf: str) -> Iterator[Entry]:

@@ -116,7 +116,8 @@ def check_tensors(config: Config) -> str:
     parts.architecture(hf_config)
     parts.rotary(hf_config)
     entries, source = parts.mapping(hf_config), HFFolder(folder)
-    HubTensors(entries, source, HUB if checkpoint is None else experts_form(folder))
+    read = parts.mapping(hf_config, draft_head=config.speculation.train)
+    HubTensors(read, source, HUB if checkpoint is None else experts_form(folder))
     done = f"{len(source)} tensors of {folder} by name and shape"
     if checkpoint is None:
         return done
@@ -150,7 +151,8 @@ def check_start(config: Config) -> str | None:
     start = None if source is None else locate_step(Path(source), None)
     hf_config = read_config(Path(config.model.folder))
     check_resume(config, step, hf_config.model_type, start)
-    check_shapes(step, family(hf_config.model_type).mapping(hf_config))
+    parts, trains_head = family(hf_config.model_type), config.speculation.train
+    check_shapes(step, parts.mapping(hf_config, draft_head=trains_head))
     if (state := json.loads((step / EXTRA_STATE).read_text())["driver"]) is not None:
         Curriculum(config.curriculum).load_state_dict(state["curriculum"])
         fingerprint = Rows(config.data.train_files, config.data).fingerprint()

@@ -52,7 +52,13 @@ def check_model(folder: Path, config: Config) -> Values:
     if not isinstance(config.algorithm, DataTraining):
         _check_served(folder, values)
     check_weights(folder)
-    if config.rollout.draft_algorithm and not untrained_tensors(folder):
+    has_head = any(name.startswith("mtp.") for name in untrained_tensors(folder))
+    if config.speculation.train and not (has_head and family_of(folder).draft_head):
+        raise ValueError(
+            "speculation.train=true trains the draft head mtp.* of Qwen3.5, but model.folder="
+            f"{folder} has none: take a folder with it, or set speculation.train=false"
+        )
+    if config.rollout.draft_algorithm and not has_head:
         raise ValueError(
             f"rollout.server_args.speculative_algorithm={config.rollout.draft_algorithm} drafts "
             f"with the head mtp.* of Qwen3.5, but model.folder={folder} has no such tensors: take "

@@ -21,6 +21,7 @@ from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.config.optimizer import MEGATRON_DEFAULTS, Optimizer
+from megavlm.config.speculation import Speculation
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family
 from megavlm.models.build import build_model
@@ -123,9 +124,10 @@ def start(
     overlap: bool = False,
     optimizer: dict[str, Any] | None = None,
     updates_per_step: int = 1,
+    draft_head: bool = False,
 ) -> Run:
     """A run at step 0 with the folder's weights. overlap: gradients are in several buckets.
-    optimizer: keys of its section, and of its `megatron`.
+    optimizer: keys of its section, and of its `megatron`. draft_head: it is trained, too.
     """
     if overlap:
         gradient_buffers.DistributedDataParallelConfig = SmallBuckets
@@ -135,16 +137,27 @@ def start(
     mesh = build_mesh(ranks.mesh, seed=seed)
     config = AutoConfig.from_pretrained(hf)
     options = ModelOptions(
-        dtype=dtype, sequence=ranks.sequence, freeze_tower=freeze, freeze_merger=freeze
+        dtype=dtype,
+        sequence=ranks.sequence,
+        freeze_tower=freeze,
+        freeze_merger=freeze,
+        draft_head=draft_head,
     )
     chunks = build_model(config, mesh, options)
-    entries = family(config.model_type).mapping(config)
+    entries = family(config.model_type).mapping(config, draft_head=draft_head)
     for chunk in chunks:
         load_hf(chunk, entries, HFFolder(hf), mesh)
     given = {"overlap_grad_reduce": overlap} | (optimizer or {})
     megatron = {name: given.pop(name) for name in [*given] if name in MEGATRON_DEFAULTS}
     settings = replace(SETTINGS, **given, megatron=megatron)
-    updater = build_updater(chunks, settings, mesh, num_steps=10, updates_per_step=updates_per_step)
+    updater = build_updater(
+        chunks,
+        settings,
+        mesh,
+        num_steps=10,
+        updates_per_step=updates_per_step,
+        speculation=Speculation(train=True, lr=1e-3, clip_grad=1e9) if draft_head else None,
+    )
     return Run(mesh, chunks, updater, {(entry.megatron, entry.expert): entry for entry in entries})
 
 
@@ -159,25 +172,25 @@ def train_and_save(
     return run.fingerprint()
 
 
-def load_and_save(hf: Path, ranks: Ranks, source: Path, target: Path, dtype: torch.dtype) -> None:
+def load_and_save(
+    hf: Path, ranks: Ranks, source: Path, target: Path, options: dict[str, Any]
+) -> None:
     """As loaded, and after two more updates."""
-    run = start(hf, ranks, seed=99, dtype=dtype)
+    run = start(hf, ranks, seed=99, **options)
     run.load(source)
     run.save(target, 3)
     run.train(range(3, 5))
     run.save(target, 5)
 
 
-def check_state(
-    hf: Path, folder: Path, first: Ranks, second: Ranks, dtype: torch.dtype = torch.float32
-) -> list[str]:
+def check_state(hf: Path, folder: Path, first: Ranks, second: Ranks, **options: Any) -> list[str]:
     """Check that a run of layout `first` goes on under `second` from the same weights and optimizer
     state, every tensor bit for bit. Returns the names of the tensors.
     """
     saved, same, other = (folder / name for name in ("saved", "same", "other"))
-    launch(first.world_size, train_and_save, hf, first, saved, 0, {"dtype": dtype})
-    launch(first.world_size, load_and_save, hf, first, saved, same, dtype)
-    launch(second.world_size, load_and_save, hf, second, saved, other, dtype)
+    launch(first.world_size, train_and_save, hf, first, saved, 0, options)
+    launch(first.world_size, load_and_save, hf, first, saved, same, options)
+    launch(second.world_size, load_and_save, hf, second, saved, other, options)
     assert_equal_tensors(saved, other, 3)
     return assert_equal_tensors(same, other, 5)
 

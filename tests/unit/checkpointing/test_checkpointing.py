@@ -14,7 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
-from megavlm.checkpointing.folder import latest_step, read_extra, step_folder, write_extra
+from megavlm.checkpointing.folder import (
+    latest_step,
+    read_extra,
+    step_folder,
+    write_extra,
+    write_hf_files,
+)
 from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
@@ -24,6 +30,7 @@ from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.lora import add_adapters
 from megavlm.training.optimizer import build_updater
 from tests.parity.table import LAYOUTS, Ranks
+from tests.support.draft_head import add_draft_head
 from tests.support.fork import launch
 from tests.support.levels import slow
 from tests.unit.checkpointing.ranks import (
@@ -78,6 +85,36 @@ def test_a_resumed_run_is_bit_equal(
         extra, fingerprint = resumed[rank]
         assert fingerprint == through[rank]
         assert extra == {"step": 3, "loader": {"epoch": 1, "seen": [1, 2]}}
+
+
+@pytest.fixture(scope="module")
+def hf_with_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("hf_with_head")
+    make_hf(root / "plain", family="qwen3_5", num_layers=4)
+    return add_draft_head(root / "plain", root / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_draft_head_is_saved_with_the_model(hf_with_head: Path, tmp_path: Path) -> None:
+    """Bit for bit, under the same and another layout, and in the exported folder."""
+    hf, ranks, options = hf_with_head, LAYOUTS["PP2"], {"draft_head": True}
+    through = launch(2, train_and_save, hf, ranks, tmp_path / "run", 3, options)
+    resumed = launch(2, resume, hf, ranks, tmp_path / "run", options)
+    assert [fingerprint for _, fingerprint in resumed] == through
+    names = check_state(hf, tmp_path, ranks, LAYOUTS["TP2+SP"], **options)
+    assert "optimizer.state.exp_avg.draft_head.fc.weight" in names
+    write_hf_files(hf, tmp_path / "run/hf")
+    export_hf(tmp_path / "run", tmp_path / "exported")
+    before, after = HFFolder(hf), HFFolder(tmp_path / "exported")
+    assert set(after) == set(before)
+    head = [name for name in before if name.startswith("mtp.")]
+    assert len(head) == 15
+    for name in head:
+        assert not after[name].equal(before[name]), name
+    weight = StepReader(step_folder(tmp_path / "run", 3)).read("draft_head.fc.weight")
+    assert after["mtp.fc.weight"].equal(weight)
+    assert "mtp" not in (tmp_path / "exported/README.md").read_text()
 
 
 @pytest.mark.slow

@@ -365,6 +365,13 @@ BROKEN = {
         "rollout.quantization=fp8",
         "rollout.server_args.moe_runner_backend=cutlass",
     ): "SGLang's Triton kernel stores them, but rollout.server_args.moe_runner_b",
+    ("speculation.train=true",): "but they draft none with it: set rollout.server_args.speculative",
+    (
+        "speculation.train=true",
+        "rollout.server_args.speculative_algorithm=NEXTN",
+        "rollout.lora=adapter",
+        "lora.rank=8",
+    ): "speculation.train=true sends the draft head in each weight update, but rollout.lora=adapt",
     (
         "rollout.sync_delta=true",
         "rollout.sync=disk",

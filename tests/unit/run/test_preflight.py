@@ -103,6 +103,10 @@ def test_servers_draft_with_a_head_that_the_folder_has(
     check_model(recipe, *drafting, other_model)
     save_file({"mtp.fc.weight": np.zeros(2)}, tmp_path / "model" / "head.safetensors")
     check_model(recipe, *drafting)
+    # The folder's family is Qwen2.5-VL, of which nobody released a head.
+    assert "speculation.train=true trains the draft head mtp.* of Qwen3.5" in refused(
+        recipe, *drafting, "speculation.train=true", by=check_model
+    )
 
 
 def test_what_only_servers_read_of_a_config_json(tmp_path: Path) -> None:
