@@ -410,12 +410,14 @@ def derive(config: Config, following: Collection[str]) -> Config:
 
 
 def longest_session(config: Config) -> int | None:
-    """Return the maximum number of tokens that an episode adds to its first prompt; None if it has
-    one turn, or an agent's calls.
+    """Return the maximum number of tokens that an episode adds to its first prompt, None if it has
+    one turn. Of an agent's episode it is the length of all calls.
     """
     environment, new = config.environment, config.rollout.max_new_tokens
-    if environment.name == "gateway" or environment.max_turns == 1:
+    if environment.max_turns == 1:
         return None
+    if environment.name == "gateway":
+        return environment.max_tokens
     turns, observed = environment.max_turns, environment.max_observation_tokens
     return min(turns * new + (turns - 1) * observed, environment.max_tokens or sys.maxsize)
 

@@ -61,6 +61,7 @@ class RolloutClient:
         accepts: Callable[[str], bool] | None = None,
         refit: Callable[[], Awaitable[None]] | None = None,
         groups: Sequence[list[Response]] | None = None,
+        agents: int = 0,
         on_complete: OnComplete | None = None,
         skip_timed_out: bool = False,
         scored: Scored | None = None,
@@ -76,6 +77,7 @@ class RolloutClient:
                 that answers could get them; responses so far are kept.
             groups: Responses to each prompt so far, lists that are filled in place; aborted
                 responses are continued.
+            agents: Number of agents of each group, which ask for all of its responses; n is then 0.
             on_complete: Runs for each group as soon as it is complete, with the index of its
             prompt, its
                 responses, and a function that returns a response to another prompt.
@@ -95,6 +97,7 @@ class RolloutClient:
             sampling_params=sampling_params,
             version=version,
             accepts=accepts,
+            agents=agents,
             on_complete=on_complete,
             skip_timed_out=skip_timed_out,
             scored=scored,

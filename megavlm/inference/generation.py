@@ -60,7 +60,8 @@ OnComplete = Callable[[int, list[Response], GenerateFn], Coroutine[Any, Any, Non
 @dataclass(eq=False, kw_only=True)
 class GenerationBatch:
     """Generation of n responses to each of `prompts`. With n = 0, prompts get no response, and
-    `on_complete` runs for all of them at once.
+    `on_complete` runs for each of them as soon as a server has room for its `agents`, which ask for
+    all of their responses.
 
     groups: One list of responses for each prompt, filled in place. A group is complete, partly
     aborted, or empty.
@@ -97,6 +98,7 @@ class GenerationBatch:
     show: Callable[[str], object]
     beat: Callable[[], object]
     version: str | None = None
+    agents: int = 0
     on_complete: OnComplete | None = None
     skip_timed_out: bool = False
     scored: Scored | None = None
@@ -245,16 +247,31 @@ class GenerationBatch:
         if self.on_complete is None:
             return
         for index, group in enumerate(self.groups[: self._num_first]):
-            if index not in self._followed and self._is_complete(group):
+            if index not in self._followed and self._is_complete(group) and self._admits(index):
                 self._followed.add(index)
                 self._start_follower(index, group)
+
+    def _admits(self, index: int) -> bool:
+        """Return True if a group may be followed. Agents start at the server with the fewest
+        sessions among those that have room; other sessions have started with their request.
+        """
+        if self.n:
+            return True
+        length, addresses = len(self.prompts[index].token_ids), self.routing.routable(self.version)
+        rooms = [a.url for a in addresses if self.sessions.has_room(a, [length], self.agents)]
+        if rooms:
+            self._homes[index] = url = min(rooms, key=self.sessions.number)
+            self.sessions.start((self, index), url, length, self.agents)
+        return bool(rooms) or not addresses  # what agents ask for waits for a server
 
     def _start_follower(self, index: int, responses: list[Response]) -> None:
         assert self.on_complete is not None
         ask = partial(self._ask, index)
         follower = asyncio.create_task(self.on_complete(index, responses, ask))
         self._followers[index] = follower
-        if responses and self.scored is None:
+        if not self.n:
+            follower.add_done_callback(lambda _: self._end_sessions(index))
+        elif responses and self.scored is None:
             self.sessions.grow(max(len(response.token_ids) for response in responses))
             if home := self._homes.get(index):  # none where an earlier run has the first responses
                 length = len(self.prompts[index].token_ids)
@@ -270,6 +287,8 @@ class GenerationBatch:
 
     @property
     def _num_complete(self) -> int:
+        if not self.n:
+            return len(self._followed)
         return sum(map(self._is_complete, self.groups[: self._num_first]))
 
     def _send_waiting(self) -> None:

@@ -5,8 +5,8 @@ that have ended, so that nothing has to be released at their end. With more live
 finds that the turns of others have evicted its prefix, and computes it again
 (tests/benchmarks/bench_sessions.py).
 
-Not covered: agents of the gateway, whose first prompts are not the client's; the recurrent states
-of models with linear attention, which have a cache of their own.
+Not covered: the branches of an agent beside its longest call; the recurrent states of models with
+linear attention, which have a cache of their own; servers behind a router, which chooses one.
 """
 
 from collections import Counter
@@ -29,6 +29,10 @@ class LiveSessions:
         self._most, self._longest, self._has_ended = most, 0, False
         self._live: dict[Hashable, tuple[str, int, int]] = {}  # URL, prompt's tokens, sessions
         self._prompt_tokens, self._num_sessions = Counter[str](), Counter[str]()  # by URL
+
+    def number(self, url: str) -> int:
+        """Return the number of live sessions at a server."""
+        return self._num_sessions[url]
 
     def has_room(self, address: Address, prompts: Sequence[int], n: int) -> bool:
         """Return True if groups fit into a server's cache beside its live groups. A server without

@@ -166,12 +166,13 @@ class EpisodeRunner:
             played(groups[index])
 
         # The first turn of a group is one request prompt with n responses. From the second turn on,
-        # each episode has a prompt of its own.
+        # each episode has a prompt of its own. Agents ask for all of their responses.
+        count = len(groups[0].episodes)
+        counts = {"n": count} if self._agents is None else {"n": 0, "agents": count}
         try:
             await generate(
                 [group.first_prompt for group in groups],
-                # Agents ask for all of their responses.
-                n=len(groups[0].episodes) if self._agents is None else 0,
+                **counts,
                 groups=responses,
                 on_complete=on_complete,
             )

@@ -71,7 +71,7 @@ def test_stages_and_parts_survive_the_written_recipe(
         (["environment.max_turns=3"], 3 * 128 + 2 * 256),
         (["environment.max_turns=9", "environment.max_tokens=1200"], 1200),
         ([], None),
-        (["environment.name=gateway", "environment.max_tokens=1200"], None),
+        (["environment={name: gateway, max_turns: 3, max_tokens: 1200}"], 1200),
     ],
 )
 def test_the_longest_session(

@@ -113,6 +113,39 @@ def test_no_more_sessions_start_than_the_cache_of_their_server_holds() -> None:
     assert counts[0] == 6 and len(counts) == 9, "three at each server"
 
 
+def test_no_more_agents_start_than_the_cache_of_their_server_holds() -> None:
+    """Those of two batches share it. Their sessions have 3 + 47 tokens, as above."""
+    live, counts = 0, list[int]()
+    limits = RequestLimits(retry_delay=0.0, session_tokens=47)
+    with FakeServer() as one, FakeServer() as two:
+        routing = FixedServers(one.url, two.url, cache_tokens=160)
+
+        async def on_complete(index: int, responses: list[Response], ask: Any) -> None:
+            nonlocal live
+            live += 1
+            for number in range(2):
+                await ask(make_prompt(first_id=10 * index + number))
+            while not counts and live < 6:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)  # more would have started by now
+            counts.append(live)
+            live -= 1
+
+        async def batch(client: RolloutClient, count: int) -> None:
+            prompts = [make_prompt(first_id=first) for first in range(count)]
+            how: Any = {"n": 0, "agents": 1, "sampling_params": SAMPLING}
+            await client.generate(prompts, **how, on_complete=on_complete)
+
+        async def batches(client: RolloutClient) -> None:
+            await asyncio.gather(batch(client, 9), batch(client, 4))
+
+        with RolloutClient(routing, limits) as client:
+            client.run(batches(client))
+        used = [len(fake.bodies("/generate")) for fake in (one, two)]
+    assert counts[0] == 6 and len(counts) == 13, "three at each server"
+    assert sum(used) == 26 and min(used) > 6
+
+
 def test_a_next_turn_that_was_aborted_keeps_its_limit() -> None:
     with FakeServer() as fake, RolloutClient(FixedServers(fake.url), NO_DELAY) as client:
         fake.held, fake.held_once, fake.num_held_tokens = {9}, True, 3

@@ -42,6 +42,7 @@ class Policy:
         groups: Sequence[list[Response]],
         on_complete: Any,
         scored: Scored | None = None,
+        agents: int = 0,
     ) -> None:
         if scored:  # the log-prob of each token is the negative length of the prompt
             logprob = -np.float32(len(prompts[0].short_ids))
