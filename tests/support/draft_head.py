@@ -15,8 +15,8 @@ LAST = LAYERS + "3."  # with full attention, as the head's own layer
 
 def add_draft_head(source: Path, target: Path, like: int = 3) -> Path:
     """Copy a model folder, make the next token depend on the last one more than on others, and add
-    a head that reads only that one. Returns `target`. like: The layer with attention that the head's
-    layer is a copy of.
+    a head that reads only that one. Returns `target`. like: The layer with attention that is also
+    the head's.
     """
     shutil.copytree(source, target)
     tensors = load_file(source / "model.safetensors")
