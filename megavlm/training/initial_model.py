@@ -50,13 +50,15 @@ def start_model(
     `step` is None. Adapters are newly initialized unless the step has them; a value head predicts
     0; a draft head that the step does not have is the one of `model.folder`. Collective.
     """
-    model = build_model(hf_config, mesh, replace(ModelOptions.from_config(config), head=head))
+    drafts = config.speculation.train and head != "values"  # a separate critic drafts nothing
+    options = replace(ModelOptions.from_config(config), head=head, draft_head=drafts)
+    model = build_model(hf_config, mesh, options)
     lora = config.lora
     goes_on = step is not None and lora.rank > 0 and _goes_on(step, lora.alpha)
     if goes_on:
         _add(model, lora, config.run.seed)
     if step is not None:
-        has_head = config.speculation.train and _on_rank_0(lambda: has_draft_head(StepReader(step)))
+        has_head = drafts and _on_rank_0(lambda: has_draft_head(StepReader(step)))
         with _without_heads(model, draft=not has_head):
             load_checkpoint(step, chunks=model, model_type=hf_config.model_type)
         if not has_head:

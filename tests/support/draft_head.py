@@ -9,12 +9,14 @@ from safetensors.torch import load_file, save_file
 HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
 # What layers add to the embedding of a token.
 ADDED = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
-LAST = "model.language_model.layers.3."  # with full attention, as the head's own layer
+LAYERS = "model.language_model.layers."
+LAST = LAYERS + "3."  # with full attention, as the head's own layer
 
 
-def add_draft_head(source: Path, target: Path) -> Path:
+def add_draft_head(source: Path, target: Path, like: int = 3) -> Path:
     """Copy a model folder, make the next token depend on the last one more than on others, and add
-    a head that reads only that one. Returns `target`.
+    a head that reads only that one. Returns `target`. like: The layer with attention that is also
+    the head's.
     """
     shutil.copytree(source, target)
     tensors = load_file(source / "model.safetensors")
@@ -24,8 +26,9 @@ def add_draft_head(source: Path, target: Path) -> Path:
     head = tensors[HEAD if HEAD in tensors else EMBEDDING]
     head *= 4
     size = head.shape[1]
-    for name in [name for name in tensors if name.startswith(LAST)]:
-        tensors["mtp.layers.0." + name.removeprefix(LAST)] = tensors[name].clone()
+    prefix = LAYERS + f"{like}."
+    for name in [name for name in tensors if name.startswith(prefix)]:
+        tensors["mtp.layers.0." + name.removeprefix(prefix)] = tensors[name].clone()
     for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
         tensors[f"mtp.{name}.weight"] = torch.zeros(size)  # zero-centered
     tensors["mtp.fc.weight"] = torch.eye(size, 2 * size)  # the embedding, without the hidden state

@@ -8,14 +8,17 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from checkpoint_tools.import_hf import import_hf
 from checkpoint_tools.lora.import_adapters import import_adapters
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
 from megavlm.config.load import load
 from megavlm.families import family
+from megavlm.models.common.hf_source import HFFolder
 from megavlm.parallel.mesh import Layout, build_mesh
 from megavlm.training.initial_model import start_model, starting_step
 from tests.conftest import row, write_rows
+from tests.support.draft_head import add_draft_head
 from tests.support.fork import launch
 from tests.unit.checkpoint_tools.lora_models import make_adapters
 from tests.unit.checkpointing.ranks import make_hf
@@ -94,3 +97,29 @@ def test_settings_that_are_not_the_checkpoint_s_are_refused(
     recipe = write_recipe(tmp_path, hf, adapted, **settings)
     with pytest.raises(RuntimeError, match=message):
         launch(1, started, recipe)
+
+
+@pytest.mark.slow
+def test_a_draft_head_comes_from_the_folder_if_the_checkpoint_has_none(tmp_path: Path) -> None:
+    """It is trained beside adapters; a separate critic has none."""
+    plain = make_hf(tmp_path / "plain", family="qwen3_5", num_layers=1)
+    import_hf(plain, tmp_path / "checkpoint")
+    hf = add_draft_head(plain, tmp_path / "hf", like=0)
+    recipe = write_recipe(tmp_path, hf, tmp_path / "checkpoint", targets=["language.mlp"])
+    launch(1, check_draft_head, recipe)
+
+
+def check_draft_head(recipe: Path) -> None:
+    config = load(recipe, ["speculation.train=true"])
+    hf_config = AutoConfig.from_pretrained(config.model.folder)
+    entries = family(hf_config.model_type).mapping(hf_config, draft_head=True)
+    mesh = build_mesh(Layout.from_config(config.parallel), seed=0)
+    step = starting_step(config)
+    (model,) = start_model(config, step, hf_config, entries, mesh, "tokens")
+    assert model.draft_head is not None
+    weight = HFFolder(config.model.folder)["mtp.fc.weight"]
+    assert torch.equal(model.draft_head.fc.weight, weight)
+    trained = {name.split(".")[0] for name, x in model.named_parameters() if x.requires_grad}
+    assert trained == {"language_model", "draft_head"}
+    (critic,) = start_model(config, step, hf_config, entries, mesh, "values")
+    assert critic.draft_head is None
