@@ -244,6 +244,11 @@ class Rollout(Section):
         has_model = self.server_args.get("speculative_draft_model_path") is not None
         return algorithm if algorithm in ("NEXTN", "EAGLE") and not has_model else None
 
+    @property
+    def takes_changes(self) -> bool:
+        """True if servers may join and leave a run (`megavlm servers`)."""
+        return self.mode == "external" and self.router is None
+
     def check(self) -> None:
         if self.mode == "external":
             self._check_external()

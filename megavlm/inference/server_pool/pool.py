@@ -11,7 +11,7 @@ from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.inference.server_pool.records import ServerRecords
 from megavlm.inference.server_pool.routing import Address, RecoveryForecast
-from megavlm.inference.server_pool.state import Event, EventKind, RestartPolicy, State
+from megavlm.inference.server_pool.state import SERVING, Event, EventKind, RestartPolicy, State
 from megavlm.inference.server_pool.supervisor import Supervisor
 
 
@@ -33,10 +33,14 @@ class ServerPool(ServerRecords):
         states_file: Path | None = None,
         *,
         waits: bool = True,
+        joining: Callable[[str], ServerHandle] | None = None,
     ) -> None:
-        """states_file: File to which the servers' states are written for `megavlm watch`."""
+        """states_file: File to which the servers' states are written for `megavlm watch`. joining:
+        Function that returns the handle of an external server that the user adds beside it; None
+        if servers neither join nor leave.
+        """
         super().__init__(handles, policy, log)
-        self._supervisor, self._waits = Supervisor(self, states_file), waits
+        self._supervisor, self._waits = Supervisor(self, states_file, joining), waits
 
     def __enter__(self) -> "ServerPool":
         with ExitStack() as stack:
@@ -144,7 +148,7 @@ class ServerPool(ServerRecords):
     def lost(self, url: str, version: str | None) -> bool:
         with self._lock:
             record = self._records[url]
-            known = record.state in (State.HEALTHY, State.SUSPECT)
+            known = record.state in SERVING
             return not known or version not in (None, record.version)
 
     def answered(self, url: str) -> None:
