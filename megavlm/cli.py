@@ -332,7 +332,7 @@ def servers(
             if url is None
             else "megavlm servers list lists all servers: leave the address out"
         )
-    if url is None:
+    if url is None or action == "list":
         list_servers(run_dir)
     else:
         typer.echo(change_servers(run_dir, url, action))

@@ -1,5 +1,8 @@
-"""A run whose requests go through the real sglang-router, and whose weights go to the servers."""
+"""Runs at servers that were started elsewhere: behind the real sglang-router, whose weights go to
+the servers, and with servers that join and leave.
+"""
 
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +16,10 @@ import pytest
 from megavlm.inference.server import ClaimedPort, ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_process import ADMIN_KEY, API_KEY
+from megavlm.process import ExitCode
+from megavlm.run.servers import change_servers
 from tests.e2e.conftest import World
+from tests.e2e.running import running
 from tests.support.forked_servers import forking_servers
 from tests.support.timeouts import scaled
 
@@ -130,3 +136,54 @@ def test_requests_by_the_router_and_weights_past_it(world: World, tmp_path: Path
             log = server.log_path.read_text()
             assert log.count('"POST /generate HTTP/1.1" 200') >= 3, "both were asked"
             assert log.count('"POST /update_weights_from_tensor HTTP/1.1" 200') == 4
+
+
+def test_a_server_joins_and_another_leaves(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer computes the log-probs of all tokens again: each is of the weights that it says.
+    The run ends, and goes on with the servers that it had last.
+    """
+    for name, key in KEYS.items():
+        monkeypatch.setenv(name, key)
+    folder = world.root / "joined"
+    with servers(world, tmp_path) as (first, second):
+        recipe = world.recipe(
+            "joined",
+            algorithm={
+                "name": "grpo",
+                "steps": 1000,
+                "prompts_per_step": 4,
+                "responses_per_prompt": 4,
+                "entropy_coefficient": 0.01,
+            },
+            optimizer={"lr": 1e-3},
+            rollout={"mode": "external", "urls": [first.url], "max_new_tokens": 40},
+            data={"pack_tokens": 1024},
+            checkpoint={"every": 1},
+        )
+        with running(recipe, folder) as run:
+            run.wait_for_steps(1)
+            change_servers(folder, second.url, "add")
+            run.wait_until(lambda: answers(second) > 2)
+            change_servers(folder, first.url, "remove")
+            run.wait_until(lambda: first.url not in (folder / "servers.json").read_text())
+            before = answers(first)
+            first.stop()
+            run.wait_for_steps(len(world.metrics("joined")) + 2)
+            run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == ExitCode.STOPPED, run.output
+        assert f"rollout server {first.url} has left the run" in run.output
+        count = len(world.metrics("joined"))
+        done = world.megavlm("train", recipe, f"algorithm.steps={count + 1}", **KEYS)
+        assert done.returncode == 0, done.stdout + done.stderr
+    steps = world.metrics("joined")
+    assert [step["step"] for step in steps] == [*range(1, count + 2)]
+    for step in steps:
+        assert step["episodes"] == 16, "no sample lost, none doubled"
+        assert step["rollout_max_difference"] < 1e-4
+    assert answers(first) == before
+
+
+def answers(server: ManagedServer) -> int:
+    return server.log_path.read_text().count('"POST /generate HTTP/1.1" 200')
