@@ -7,15 +7,15 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from megavlm.inference.server_pool.catch_up import CatchUp
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.receivers import Receiver
-from megavlm.inference.server_pool.records import ServerRecords
 from megavlm.inference.server_pool.routing import Address, RecoveryForecast
 from megavlm.inference.server_pool.state import SERVING, Event, EventKind, RestartPolicy, State
 from megavlm.inference.server_pool.supervisor import Supervisor
 
 
-class ServerPool(ServerRecords):
+class ServerPool(CatchUp):
     """Context manager that is both the Receivers of weight pushes and the Routing of the rollout
     client.
 
@@ -78,7 +78,7 @@ class ServerPool(ServerRecords):
             return [
                 self._receiver(handle)
                 for url, handle in self.handles.items()
-                if self._records[url].state in fit
+                if self._records[url].state in fit and url not in self._catching_up
             ]
 
     def wait_for_receivers(self) -> None:
@@ -91,6 +91,7 @@ class ServerPool(ServerRecords):
     def refitted(self, url: str, version: str) -> None:
         with self._lock:
             self._pushing.discard(url)
+            self._pushed = version
             self._last_answer[url] = time.monotonic()
             self.apply(url, Event(EventKind.REFITTED, version=version))
             for other, record in self._records.items():  # servers that missed the push
@@ -110,17 +111,6 @@ class ServerPool(ServerRecords):
             self._log(f"rollout server {url} missed a push: {event.reason}")
             self.apply(url, event)
             self._check()
-
-    def _receiver(self, handle: ServerHandle) -> Receiver:
-        return Receiver(
-            url=handle.url,
-            tensor_parallel=handle.tensor_parallel,
-            device=handle.device,
-            needs_all=self._records[handle.url].version is None,
-            api_key=handle.api_key,
-            admin_key=handle.admin_key,
-            node=handle.node,
-        )
 
     # Routing: for the rollout client
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megavlm.inference.errors import RolloutServerError
+from megavlm.inference.server_pool.catch_up import CatchUp
 from megavlm.inference.server_pool.changes import Change, asked_changes
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.probes import ProbeError, Probes, Refused, Unreachable
-from megavlm.inference.server_pool.records import ServerRecords
 from megavlm.inference.server_pool.state import GONE, LEFT, Action, Event, EventKind, State
 from megavlm.inference.server_pool.status import write_states
 from megavlm.inference.server_pool.work import WorkReading, read_work
@@ -32,7 +32,7 @@ class Supervisor:
 
     def __init__(
         self,
-        records: ServerRecords,
+        records: CatchUp,
         states_file: Path | None,
         joining: Callable[[str], ServerHandle] | None = None,
     ) -> None:
@@ -107,6 +107,7 @@ class Supervisor:
                         tasks.create_task(self._watch(handle))
                 elif change == "remove" and is_known and not has_left:
                     records.remove(url)
+            records.start_catching_up()
 
     async def _watch(self, handle: ServerHandle) -> None:
         if handle.server is not None:
