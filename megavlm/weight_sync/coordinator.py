@@ -144,8 +144,8 @@ class SyncCoordinator:
         adapters: NamedTensors,
         started: float,
     ) -> SyncReport:
-        attempt, version = sending.attempt, sending.attempt.version
-        checked = self._transport.complete(sending, reports)
+        attempt, version, transport = sending.attempt, sending.attempt.version, self._transport
+        checked = transport.complete(sending, reports)
         num_bytes = sum(report.bytes for report in reports)
         compared = sum(report.compared for report in reports)
         if self._adapter_config is not None:
@@ -167,7 +167,7 @@ class SyncCoordinator:
             checked=checked,
             servers=len(servers.live),
             density=sum(x.changed for x in reports) / compared if compared else 1.0,
-            chain_bytes=getattr(self._transport, "nbytes", 0),
+            chain_bytes=transport.nbytes if isinstance(transport, ChainTransport) else 0,
         )
 
     def _resume(self, servers: Servers, *, everyone: bool) -> None:

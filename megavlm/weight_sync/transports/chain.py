@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import torch
 import torch.distributed as dist
 
 from megavlm.config.transports import TRANSPORT_TRAITS
+from megavlm.data.tables.files import find_filesystem
 from megavlm.inference.errors import TrainerFault
 from megavlm.inference.server_main import LOADER
 from megavlm.inference.server_support.megavlm_weights import checksum
@@ -68,8 +68,7 @@ class ChainTransport:
 
     def __init__(self, store: str, run: str, *, timeout: float) -> None:
         self._url, self._run, self._timeout = store, run, timeout
-        options = {"auto_mkdir": True} if fsspec.utils.get_protocol(store) == "file" else {}
-        self._fs, self._root = fsspec.core.url_to_fs(store, **options)
+        self._fs, self._root = find_filesystem(store)
         self._last = LastSent()
         self._schedules: dict[object, SyncSchedule] = {}
         self._chain: Chain | None = None  # on rank 0; None if the next link must be a base
@@ -271,7 +270,9 @@ class ChainTransport:
 
     def _write(self, name: str, content: bytes) -> None:
         try:
-            self._fs.pipe_file(f"{self._root}/{name}", content)
+            path = f"{self._root}/{name}"
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(path, content)
         except OSError as error:
             raise TrainerFault(
                 f"{name} cannot be written to rollout.store={self._url}: {error}"

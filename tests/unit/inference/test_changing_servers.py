@@ -13,13 +13,14 @@ from megavlm.config.dump import write
 from megavlm.config.load import load
 from megavlm.inference.client import RolloutClient
 from megavlm.inference.connect import external_server, server_handles
-from megavlm.inference.errors import RolloutServerError
+from megavlm.inference.errors import RolloutServerError, ServersFailed
 from megavlm.inference.protocol import Response, SamplingParams
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server import ClaimedPort
 from megavlm.inference.server_pool import status, supervisor
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
+from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.inference.server_pool.state import RestartPolicy, State
 from megavlm.observability.records import SERVERS_FILE
 from megavlm.rollout.ahead.mirror import ServerProxy, ServerStates
@@ -245,3 +246,33 @@ def test_the_list_has_states_and_what_is_to_be_done(
     list_servers(folder)
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.endswith(f"has no running servers {b.url} http://c:1")
+
+
+def test_a_server_catches_up_between_pushes_unless_it_is_too_late(
+    run_dir: Callable[..., Path],
+) -> None:
+    """With a store. It is left out of pushes meanwhile; a failure is tried again."""
+    asked: list[str] = []
+    going_on, failures = threading.Event(), 1
+
+    def catch_up(receiver: Receiver) -> str | None:
+        nonlocal failures
+        asked.append(receiver.url)
+        going_on.wait(60)
+        if failures:
+            failures -= 1
+            raise ServersFailed("the store was away")
+        return "2" if asked.count(receiver.url) > 2 else "1"
+
+    with FakeServer() as a, FakeServer() as b, pool_of(folder := run_dir(a.url)) as pool:
+        pool.catch_up_by(catch_up)
+        push(pool, 1, (a,))
+        change_servers(folder, b.url, "add")
+        wait_for(lambda: asked == [b.url])
+        assert state(pool, b.url) is State.STALE
+        assert push(pool, 2, (a,)) == [a.url], "it is left out"
+        going_on.set()
+        wait_for(lambda: state(pool, b.url) is State.HEALTHY)
+        assert asked == [b.url] * 3, "it failed, had version 1 too late, and then had 2"
+        assert {one.url for one in pool.routable("2")} == {a.url, b.url}
+        assert push(pool, 3, (a, b)) == [a.url, b.url]
