@@ -252,6 +252,11 @@ class Rollout(Section):
         return algorithm if algorithm in ("NEXTN", "EAGLE") and not has_model else None
 
     @property
+    def sends_changes(self) -> bool:
+        """True if updates have only the numbers that have changed."""
+        return self.sync_delta or self.sync == "store"
+
+    @property
     def takes_changes(self) -> bool:
         """True if servers may join and leave a run (`megavlm servers`)."""
         return self.mode == "external" and self.router is None

@@ -61,7 +61,7 @@ class ChainTransport:
     """Writes the links of this run to `store`, a path or a URL that fsspec opens.
 
     run: Name of the run's directory, which owns the store. timeout: Seconds in which a server must
-    answer for each link.
+    load a file.
     """
 
     traits = TRANSPORT_TRAITS["store"]
@@ -72,7 +72,10 @@ class ChainTransport:
         self._last = LastSent()
         self._schedules: dict[object, SyncSchedule] = {}
         self._chain: Chain | None = None  # on rank 0; None if the next link must be a base
-        self._old: list[str] = []  # links that nobody needs once the next base is written
+        # Names of links in the store: of the chain before the last base, and since then, with
+        # those of attempts that failed.
+        self._old: list[str] = []
+        self._current: list[str] = []
         self._owns = False
         self._base: str | None = None  # of the attempt
         self._before: Chain | None = None  # on rank 0; the chain before the attempt
@@ -82,7 +85,9 @@ class ChainTransport:
         chain, self._chain = self._chain, None  # until this attempt has written its link
         self._before = chain
         base = None if chain is None or chain.is_full else chain.links[-1]
-        return Rendezvous("", 0, secrets.token_hex(8), "", base)
+        link = secrets.token_hex(8)
+        self._current.append(link)
+        return Rendezvous("", 0, link, "", base)
 
     def send(self, sending: Sending) -> SendReport:
         """Write this rank's buckets."""
@@ -137,7 +142,7 @@ class ChainTransport:
         size, before = sum(report.bytes for report in reports), self._before
         if self._base is None or before is None:
             self._remove(self._old)
-            self._old = [] if before is None else before.links
+            self._old, self._current = self._current[:-1], [link]
             before = Chain(schedule)
         sums = {index: part[0] for index, part in sent.items()}
         links, sizes = [*before.links, link], [*before.bytes, size]
@@ -173,8 +178,7 @@ class ChainTransport:
     def close(self) -> None:
         """Remove what this run wrote, on rank 0."""
         if self._owns:
-            chain = [] if self._chain is None else self._chain.links
-            self._remove([*self._old, *chain, "answers", OWNER])
+            self._remove([*self._old, *self._current, "answers", OWNER])
 
     def _load(
         self,
@@ -194,18 +198,20 @@ class ChainTransport:
             for rank in range(layout.tensor_parallel)
         }
         for url, layout in layouts.items():
-            tasks = [
-                {
-                    "folder": self._url,
-                    "links": chain.links,
-                    "target": chain.schedule.target(name_of(layout), rank),
-                    "answer": answers[url, rank],
-                    "plan": "",
-                }
-                for rank in range(layout.tensor_parallel)
-            ]
-            for task in tasks:
-                task["plan"], task["content"] = content_of(chain.schedule, task["target"])
+            tasks = []
+            for rank in range(layout.tensor_parallel):
+                target = chain.schedule.target(name_of(layout), rank)
+                digest, content = content_of(chain.schedule, target)
+                tasks.append(
+                    {
+                        "folder": self._url,
+                        "links": chain.links,
+                        "target": target,
+                        "answer": answers[url, rank],
+                        "plan": digest,
+                        "content": content,
+                    }
+                )
             bodies[url] = {
                 "serialized_named_tensors": [
                     payload([(json.dumps(task), torch.empty(0))]) for task in tasks
@@ -214,7 +220,8 @@ class ChainTransport:
                 "weight_version": chain.version,
                 "flush_cache": flush,
             }
-        servers.request_each(UPDATE, bodies)
+        limit = self._timeout * (1 + chain.schedule.rounds * len(chain.links))
+        servers.request_each(UPDATE, bodies, timeout=limit)
         count, faults = 0, dict[str, str]()
         for (url, rank), name in answers.items():
             if url in servers.lost or url in faults:
