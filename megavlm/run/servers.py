@@ -30,9 +30,9 @@ def list_servers(run_dir: Path) -> None:
 
 
 def change_servers(run_dir: Path, url: str, change: Change) -> str:
-    """Ask a run to take or to let go a server. Returns what the user is told.
+    """Ask a run to add or remove a server. Returns a sentence for the user.
 
-    Raises ValueError if the run cannot: its servers are its own, or too few would be left.
+    Raises ValueError if the run starts its own servers, or if too few would be left.
     """
     url, rollout = url.rstrip("/"), _rollout_of(run_dir)
     if not rollout.takes_changes:
@@ -47,7 +47,7 @@ def change_servers(run_dir: Path, url: str, change: Change) -> str:
         replace(rollout, urls=(*urls, url)).check()
         told = "is added: it is probed, gets the weights with the next update, and then requests"
     elif url not in urls:
-        raise ValueError(f"{url} is not a server of {run_dir}, which has {', '.join(urls)}")
+        raise ValueError(f"{url} is not a server of {run_dir}: name one of {', '.join(urls)}")
     elif len(urls) <= rollout.min_servers:
         raise ValueError(
             f"{url} cannot leave, because {len(urls) - 1} servers would be left, but "

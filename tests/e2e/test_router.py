@@ -196,7 +196,8 @@ JOINED: dict[str, Any] = {
         "responses_per_prompt": 4,
         "entropy_coefficient": 0.01,
     },
-    "optimizer": {"lr": 1e-3},
+    # By default the warmup is a share of algorithm.steps, which the replay changes.
+    "optimizer": {"lr": 1e-3, "warmup_steps": 0},
     "data": {"pack_tokens": 1024},
     "checkpoint": {"every": 1},
 }

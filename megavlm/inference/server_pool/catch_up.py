@@ -1,4 +1,4 @@
-"""Servers that are brought up to date between pushes, from what earlier pushes have written."""
+"""Servers that load the weights of the last push between pushes, from a store."""
 
 import threading
 from collections.abc import Callable, Sequence

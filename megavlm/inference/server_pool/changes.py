@@ -30,6 +30,6 @@ def asked_changes(run_dir: Path) -> dict[str, Change]:
 
 
 def changed_urls(urls: Sequence[str], changes: dict[str, Change]) -> list[str]:
-    """Return the URLs of a run's servers after the changes. urls: Those of its recipe."""
+    """Return the URLs of a run's servers after the changes. urls: `rollout.urls` of its recipe."""
     added = [url for url, change in changes.items() if change == "add" and url not in urls]
     return [url for url in urls if changes.get(url) != "remove"] + added

@@ -1,8 +1,8 @@
 """Transport through a folder or an object store: a base and a chain of changes, from which servers
 anywhere bring their weights up to date, also without a push.
 
-Each push adds a link to the chain: a base, which has every byte that a rank of a server stores, or
-the changes since the link before. A server loads the links that it lacks, and the checksums of all
+Each push adds a link to the chain: a base (every byte that a rank of a server stores) or the changes
+since the link before. A server loads the links that it lacks, and the checksums of all
 its weights are compared before it serves. It needs no connection to the trainer's ranks.
 """
 
@@ -60,8 +60,7 @@ class Chain:
 class ChainTransport:
     """Writes the links of this run to `store`, a path or a URL that fsspec opens.
 
-    run: Name of the run's directory, which owns the store. timeout: Seconds in which a server must
-    load a file.
+    run: Run directory of the store's owner. timeout: Seconds in which a server must load a file.
     """
 
     traits = TRANSPORT_TRAITS["store"]
