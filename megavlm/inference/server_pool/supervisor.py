@@ -23,6 +23,7 @@ from megavlm.inference.server_pool.work import WorkReading, read_work
 
 TICK = 0.2  # seconds between checks of a server's process
 PROBE_EVERY = 15.0  # seconds without an answer after which a server is probed
+DRAIN_SECONDS = 1.0  # without requests, after which a server has left
 CHANGES_EVERY = 1.0  # seconds between looks for changes of servers
 LOOK_EVERY = 30.0  # seconds between probes of an external server that is away
 
@@ -44,6 +45,7 @@ class Supervisor:
         self._closing = threading.Event()
         self._looked: dict[str, float] = {}  # time of the last probe of a server that is away
         self._work: dict[str, WorkReading] = {}  # last reading of each server
+        self._empty: dict[str, float] = {}  # time since when a leaving server has no requests
 
     def start(self) -> None:
         self._thread.start()
@@ -193,12 +195,18 @@ class Supervisor:
             await self._probes.abort(handle)
         try:
             if any(await self._probes.queue(handle)):
+                self._empty.pop(url, None)
+                return
+            # Its last answers, or requests to it, may still be on their way.
+            since = self._empty.setdefault(url, time.monotonic())
+            if time.monotonic() - since < DRAIN_SECONDS:
                 return
         except Unreachable:
             pass
         except ProbeError:
             if self._records.seconds_in_state(url) < policy.health_check_timeout:
                 return
+        self._empty.pop(url, None)
         self._records.apply(url, Event(EventKind.DRAINED))
 
     async def _run(self, probe: Coroutine[Any, Any, None], handle: ServerHandle) -> None:

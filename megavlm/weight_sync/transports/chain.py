@@ -1,9 +1,9 @@
 """Transport through a folder or an object store: a base and a chain of changes, from which servers
 anywhere bring their weights up to date, also without a push.
 
-Each push adds a link to the chain: a base (every byte that a rank of a server stores) or the changes
-since the link before. A server loads the links that it lacks, and the checksums of all
-its weights are compared before it serves. It needs no connection to the trainer's ranks.
+Each push adds a link to the chain: a base (every byte that a rank of a server stores) or the
+changes since the link before. A server loads the links that it lacks, and the checksums of all its
+weights are compared before it serves. It needs no connection to the trainer's ranks.
 """
 
 import hashlib
