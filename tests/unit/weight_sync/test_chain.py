@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,6 +96,26 @@ def test_a_server_joins_between_pushes(tmp_path: Path) -> None:
         launch(1, joins, tmp_path, [one.url], late.url)
         check(late, 3)
         assert len(late.bodies("/pause_generation")) == 0 and one.paths().count(UPDATE) == 3
+
+
+def in_memory(url: str) -> list[str]:
+    with FakeEngine(SHAPES) as one, FakeEngine(SHAPES, fill=float("nan")) as late:
+        for run in range(2):  # the second resumes
+            trainer = Trainer(url, [one.url])
+            trainer.push()
+            trainer.push()
+            assert trainer.catch_up(late.url) == "2"
+            check(one, 2)
+            check(late, 2)
+            if run:
+                trainer.sync.close()
+        left: list[str] = fsspec.filesystem("memory").find("/")
+        return left
+
+
+def test_the_store_may_have_no_folders() -> None:
+    """An object store, here one in memory, has only names and contents."""
+    assert launch(1, in_memory, "memory://bucket/run") == [[]]
 
 
 def full_chain(store: Path, urls: list[str], links: int) -> list[list[str]]:
