@@ -7,7 +7,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -308,6 +308,34 @@ def watch(
     from megavlm.observability.watch import watch as show
 
     show(run_dir, once=once, every=every)
+
+
+@app.command()
+def servers(
+    action: Annotated[Literal["list", "add", "remove"], typer.Argument(help="What to do.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory.")],
+    url: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="Address of the server, for add, remove.")
+    ] = None,
+) -> None:
+    """List the rollout servers of a run, or have a run with external servers take one more or let
+    one go, while it runs.
+
+    The run reads the change from RUN_DIR, so that any machine that sees RUN_DIR can ask for it. A
+    resumed run keeps the change.
+    """
+    from megavlm.run.servers import change_servers, list_servers
+
+    if (action == "list") != (url is None):
+        raise ValueError(
+            f"megavlm servers {action} needs the address of a server: add http://HOST:PORT"
+            if url is None
+            else "megavlm servers list lists all servers: leave the address out"
+        )
+    if url is None or action == "list":
+        list_servers(run_dir)
+    else:
+        typer.echo(change_servers(run_dir, url, action))
 
 
 @app.command()

@@ -27,7 +27,7 @@ POLICY = (
     "teacher_bytes", "teacher_rest", "waves", "trainer_idle_share",
     "rollout_max_difference",
     "kl_coefficient", "sync_bytes", "sync_seconds", "sync_tensors", "sync_checked", "sync_servers",
-    "sync_density",
+    "sync_density", "sync_chain_bytes",
 )  # fmt: skip
 CRITIC = ("value_loss", "value_clip_share", "value_mean", "explained_variance")
 # Prefixes of names that end in a category, a part, a phase or a user-defined name.

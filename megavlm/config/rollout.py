@@ -175,13 +175,20 @@ class Rollout(Section):
     CPU, where such an image takes seconds. A lower limit keeps prompts waiting although others have
     long been encoded and only generate."""
 
-    sync: Literal["tensor", "distributed", "disk"] = follows("tensor")
+    sync: Literal["tensor", "distributed", "store", "disk"] = follows("tensor")
     """Transport of weight updates. `tensor`: every rank hands its shards to the servers on its
     node, by CUDA IPC on GPUs and by shared memory on CPUs. `distributed`: every rank sends its
-    shards to servers anywhere, by NCCL or gloo. `disk`: the first rank of each pipeline stage
+    shards to servers anywhere, by NCCL or gloo. `store`: every rank writes its shards, or what has
+    changed in them, to `rollout.store`, and servers that no network of ranks reaches read them from
+    there. `disk`: the first rank of each pipeline stage
     writes files to a folder that trainer and servers share, for servers without megavlm's weight
     loader. Null uses `distributed` for `rollout.mode=external`, whose servers may be on other
     machines, and `tensor` otherwise."""
+
+    store: str | None = None
+    """Folder or URL (s3://BUCKET/FOLDER, or another kind that fsspec opens) of
+    `rollout.sync=store`, which trainer ranks and servers write and read. A store belongs to one
+    run. Null uses RUN_DIR/store."""
 
     sync_delta: bool = False
     """Send only the numbers that have changed since the last update, as positions and values, to
@@ -244,6 +251,16 @@ class Rollout(Section):
         has_model = self.server_args.get("speculative_draft_model_path") is not None
         return algorithm if algorithm in ("NEXTN", "EAGLE") and not has_model else None
 
+    @property
+    def sends_changes(self) -> bool:
+        """True if updates have only the numbers that have changed."""
+        return self.sync_delta or self.sync == "store"
+
+    @property
+    def takes_changes(self) -> bool:
+        """True if servers may join and leave a run (`megavlm servers`)."""
+        return self.mode == "external" and self.router is None
+
     def check(self) -> None:
         if self.mode == "external":
             self._check_external()
@@ -272,6 +289,13 @@ class Rollout(Section):
                     f"rollout.server_args.{name} is refused, because {REFUSED_SERVER_ARGS[plain]}: "
                     "remove it"
                 )
+        if self.store is not None and self.sync != "store":
+            raise ValueError(
+                f"rollout.store={self.store} is only used with rollout.sync=store: set it, or "
+                "remove rollout.store"
+            )
+        if self.sync == "store":
+            self._check_store()
         self._check_quantization()
         self._check_delta()
         if self.samples_likeliest:
@@ -356,10 +380,26 @@ class Rollout(Section):
                 f"but rollout.server_args.moe_runner_backend={kernel}: set it to triton"
             )
 
+    def _check_store(self) -> None:
+        for key, value, needed in (
+            ("mode", self.mode, "external"),
+            ("lora", self.lora, "merged"),
+        ):
+            if value != needed:
+                raise ValueError(
+                    f"rollout.sync=store is for external servers that load whole weights, but "
+                    f"rollout.{key}={value}: set it to {needed}, or choose another rollout.sync"
+                )
+
     def _check_delta(self) -> None:
         if not self.sync_delta:
             return
         key = "rollout.sync_delta=true"
+        if self.sync == "store":
+            raise ValueError(
+                f"{key} has no use with rollout.sync=store, which writes changes by itself: remove "
+                "rollout.sync_delta"
+            )
         if not TRANSPORT_TRAITS[self.sync].needs_loader:
             raise ValueError(
                 f"{key} needs megavlm's weight loader, but rollout.sync={self.sync} has servers "

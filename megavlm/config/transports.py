@@ -33,6 +33,7 @@ TRANSPORT_TRAITS: Mapping[str, TransportTraits] = {
         one_machine=False,
         colocates=False,  # ranks of an NCCL group each need a GPU of their own
     ),
+    "store": TransportTraits(needs_loader=True, one_machine=False, colocates=False),
     "disk": TransportTraits(needs_loader=False, one_machine=False, colocates=True),
 }
 

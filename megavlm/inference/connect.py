@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from megavlm.inference.client import RolloutClient
 from megavlm.inference.requests import RequestLimits
 from megavlm.inference.server import HOST, ManagedServer, own_address
 from megavlm.inference.server_args import ServerOptions
+from megavlm.inference.server_pool.changes import asked_changes, changed_urls
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.memory import TAGS, ServerMemory
 from megavlm.inference.server_pool.nodes import (
@@ -85,12 +87,18 @@ def connect(
         health_check_timeout=rollout.health_check_timeout,
         min_servers=rollout.min_servers,
         needs_refit=needs_refit,
+        abort_leaving=rollout.pause_mode == "abort",
     )
     handles = server_handles(config, model_folder, remote, needs_refit=needs_refit)
     progress.begin(_waiting(config, len(handles)))
     states_file = Path(config.run.dir) / SERVERS_FILE
     waits = waits or rollout.colocate
-    server_pool = ServerPool(handles, policy, progress.line, states_file, waits=waits)
+    joining = None
+    if rollout.takes_changes:
+        joining = partial(external_server, config, needs_refit=needs_refit, is_added=True)
+    server_pool = ServerPool(
+        handles, policy, progress.line, states_file, waits=waits, joining=joining
+    )
     with server_pool, _client(config, server_pool, progress.show, beat) as client:
         if not rollout.colocate:
             yield Connection(client, server_pool)
@@ -146,7 +154,19 @@ def server_handles(
         servers: list[ManagedServer | RemoteServer] = [*own, *remote]
         rollout.check_servers(len(servers))
         return [ServerHandle.managed(server) for server in servers]
-    keys = os.environ.get(API_KEY), os.environ.get(ADMIN_KEY)
+    urls = [url.rstrip("/") for url in rollout.urls]
+    changes = asked_changes(Path(config.run.dir)) if rollout.takes_changes else {}
+    changed = changed_urls(urls, changes)
+    rollout.check_servers(len(changed))
+    return [
+        external_server(config, url, needs_refit=needs_refit, is_added=url not in urls)
+        for url in changed
+    ]
+
+
+def external_server(config: Config, url: str, *, needs_refit: bool, is_added: bool) -> ServerHandle:
+    """Return the handle of a server that was started elsewhere. is_added: See ServerHandle."""
+    rollout, keys = config.rollout, (os.environ.get(API_KEY), os.environ.get(ADMIN_KEY))
     required = Requirements(
         fresh_images=needs_refit and config.trains_tower,
         sync=rollout.sync if needs_refit else None,
@@ -154,7 +174,7 @@ def server_handles(
         kept_tokens=rollout.top_k if needs_refit and rollout.samples_likeliest else 0,
         expert_adapters=rollout.lora == "adapter" and "language.experts" in config.lora.targets,
     )
-    return [ServerHandle(url.rstrip("/"), *keys, required=required) for url in rollout.urls]
+    return ServerHandle(url, *keys, required=required, is_added=is_added)
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def view(run: WatchedRun, now: float) -> RenderableType:
         columns.add_row(_metrics(run), _phases(run))
         parts += [Text(), columns]
     if run.servers is not None:
-        parts += [Text(), _servers(run.servers, now)]
+        parts += [Text(), servers_table(run.servers, now)]
     if run.evaluations:
         parts.append(Text("\n" + _evaluation(run.evaluations[-1])))
     parts += [Text("\n" + _sample(group), no_wrap=True) for group in run.samples]
@@ -186,7 +186,8 @@ def _phases(run: WatchedRun) -> Table:
     return table
 
 
-def _servers(status: Record, now: float) -> RenderableType:
+def servers_table(status: Record, now: float) -> RenderableType:
+    """Return the states of a run's servers, as servers.json has them. now: Unix seconds."""
     table = _table(["server", "state", "for", "weights", "running", "waiting", "restarts"])
     notes = []
     for server in status["servers"]:

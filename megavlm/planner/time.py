@@ -347,7 +347,7 @@ class StepModel:
     def _sync(self) -> float:
         """Return the seconds to send the changed tensors, and to verify them."""
         rollout, rates = self._config.rollout, self.rates
-        share = DELTA_SHARE if rollout.sync_delta else 1.0
+        share = DELTA_SHARE if rollout.sends_changes else 1.0
         if rollout.colocate:
             # Each rank sends its share to the servers of its node. What no rank of the node has
             # comes once over the network, a part to each GPU.
@@ -361,7 +361,7 @@ class StepModel:
             return seconds + self.sent / rates.nvlink  # gathered first
         # Packed, hashed and copied into place; then packed and hashed again.
         seconds += COPIES * self.received / rates.memory
-        if rollout.sync_delta:  # what was sent last comes from the host, and goes back anew
+        if rollout.sends_changes:  # what was sent last comes from the host, and goes back anew
             seconds += DELTA_COPIES * self.received / rates.memory + 2 * self.sent / rates.host
         return seconds
 

@@ -17,6 +17,7 @@ from megavlm.weight_sync.lora import load_adapter, unload_adapters
 from megavlm.weight_sync.server_api import Answers, Servers
 from megavlm.weight_sync.sglang_layout import ServerLayout
 from megavlm.weight_sync.transports.base import Sending, Transport
+from megavlm.weight_sync.transports.chain import ChainTransport
 from megavlm.weight_sync.update import SendReport, SyncAttempt, SyncReport, SyncSettings
 
 CONTINUE = {"torch_empty_cache": False}
@@ -118,6 +119,16 @@ class SyncCoordinator:
             self._receivers.refitted(receiver.url, version)
         return report
 
+    def catch_up(self, receiver: Receiver) -> str | None:
+        """Bring a server up to date without a push, from any thread. Returns the weight version
+        that it has then; None if it must wait for a push. Raises ServersFailed if it fails.
+        """
+        assert isinstance(self._transport, ChainTransport)
+        servers = Servers([receiver], timeout=self._settings.timeout, http=self._http)
+        infos = servers.request_each("/server_info", {receiver.url: None})
+        layouts = self._read_layouts(servers, infos)
+        return self._transport.catch_up(servers, receiver.url, layouts[receiver.url])
+
     def unload(self) -> None:
         """Unload this run's adapter from the servers, because they may outlive the run."""
         if self._adapter is not None:
@@ -133,8 +144,8 @@ class SyncCoordinator:
         adapters: NamedTensors,
         started: float,
     ) -> SyncReport:
-        attempt, version = sending.attempt, sending.attempt.version
-        checked = self._transport.complete(sending, reports)
+        attempt, version, transport = sending.attempt, sending.attempt.version, self._transport
+        checked = transport.complete(sending, reports)
         num_bytes = sum(report.bytes for report in reports)
         compared = sum(report.compared for report in reports)
         if self._adapter_config is not None:
@@ -156,6 +167,7 @@ class SyncCoordinator:
             checked=checked,
             servers=len(servers.live),
             density=sum(x.changed for x in reports) / compared if compared else 1.0,
+            chain_bytes=transport.nbytes if isinstance(transport, ChainTransport) else 0,
         )
 
     def _resume(self, servers: Servers, *, everyone: bool) -> None:
@@ -180,8 +192,10 @@ class SyncCoordinator:
         # A server that needs all tensors may be a new process at a known URL.
         unread = [x.url for x in servers.live if x.needs_all or x.url not in self._infos]
         self._infos |= servers.request_each(path, dict.fromkeys(unread))
-        infos = {x.url: self._infos[x.url] for x in servers.live}
-        receivers = {x.url: x for x in servers.live}
+        return self._read_layouts(servers, {x.url: self._infos[x.url] for x in servers.live})
+
+    def _read_layouts(self, servers: Servers, infos: Answers) -> dict[str, ServerLayout]:
+        path, receivers = "/server_info", {x.url: x for x in servers.live}
         layouts = servers.read(
             path, infos, lambda info: (int(info.get("ep_size", 1)), info.get("moe_runner_backend"))
         )

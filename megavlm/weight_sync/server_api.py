@@ -58,12 +58,16 @@ class Servers:
         return ServersFailed("; ".join(self.lost.values()), self.lost, len(self.live))
 
     def request_each(
-        self, path: str, bodies: Mapping[str, Mapping[str, Any] | None] | None = None
+        self,
+        path: str,
+        bodies: Mapping[str, Mapping[str, Any] | None] | None = None,
+        *,
+        timeout: float | None = None,
     ) -> Answers:
         """Send a request to several servers concurrently. Returns the answers by URL.
 
         bodies: JSON body to POST, by URL; a body of None makes it a GET. If `bodies` is None, every
-        server gets a GET. Lost servers are skipped.
+        server gets a GET. Lost servers are skipped. timeout: See `request`.
         """
         urls = [receiver.url for receiver in self.live if bodies is None or receiver.url in bodies]
         if not urls:
@@ -72,7 +76,7 @@ class Servers:
         with ThreadPoolExecutor(len(urls)) as pool:
             for url in urls:
                 body = None if bodies is None else bodies[url]
-                futures[url] = pool.submit(self.request, url, path, body)
+                futures[url] = pool.submit(self.request, url, path, body, timeout=timeout)
         for url, future in futures.items():
             try:
                 answers[url] = future.result()

@@ -111,7 +111,7 @@ class WeightSync:
             fp8=config.rollout.quantization == "fp8",
             delta=config.rollout.sync_delta,
         )
-        return cls(
+        sync = cls(
             SyncPlan(entries, trainer, changed),
             model,
             TRANSPORTS[config.rollout.sync](config),
@@ -120,6 +120,10 @@ class WeightSync:
             adapters=adapters,
             group=mesh.objects,
         )
+        if receivers is not None and config.rollout.sync == "store":
+            assert sync._coordinator is not None
+            receivers.catch_up_by(sync._coordinator.catch_up)
+        return sync
 
     def update_weights(
         self, version: int, *, full: bool = False, without: Container[str] = ()

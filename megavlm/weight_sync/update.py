@@ -94,7 +94,8 @@ class SyncReport:
     bytes: Bytes of tensors that the servers received, all together. tensors: Number of HF tensors.
     checked: Number of tensors that were verified, over all ranks of all servers. servers: Number of
     servers that have the version now. density: Share of the numbers of two bytes that have changed
-    since the last update; 1 if whole buckets were sent.
+    since the last update; 1 if whole buckets were sent. chain_bytes: Bytes of the chain in the
+    store; 0 with another transport.
     """
 
     seconds: float
@@ -103,6 +104,7 @@ class SyncReport:
     checked: int
     servers: int
     density: float = 1.0
+    chain_bytes: int = 0
 
 
 def sync_metrics(reports: Sequence[SyncReport]) -> dict[str, float]:
@@ -116,4 +118,4 @@ def sync_metrics(reports: Sequence[SyncReport]) -> dict[str, float]:
         "sync_checked": float(sum(report.checked for report in reports)),
         "sync_servers": float(reports[-1].servers),
         "sync_density": sum(report.density for report in reports) / len(reports),
-    }
+    } | ({"sync_chain_bytes": float(chain)} if (chain := reports[-1].chain_bytes) else {})

@@ -1,19 +1,28 @@
-"""A run whose requests go through the real sglang-router, and whose weights go to the servers."""
+"""Runs at servers that were started elsewhere: behind the real sglang-router, whose weights go to
+the servers, and with servers that join and leave.
+"""
 
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from megavlm.inference.server import ClaimedPort, ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_process import ADMIN_KEY, API_KEY
+from megavlm.process import ExitCode
+from megavlm.run.servers import change_servers
 from tests.e2e.conftest import World
+from tests.e2e.running import running
+from tests.e2e.test_replay import weights
 from tests.support.forked_servers import forking_servers
 from tests.support.timeouts import scaled
 
@@ -130,3 +139,69 @@ def test_requests_by_the_router_and_weights_past_it(world: World, tmp_path: Path
             log = server.log_path.read_text()
             assert log.count('"POST /generate HTTP/1.1" 200') >= 3, "both were asked"
             assert log.count('"POST /update_weights_from_tensor HTTP/1.1" 200') == 4
+
+
+@pytest.mark.parametrize("sync", [pytest.param("distributed", marks=pytest.mark.long), "store"])
+def test_a_server_joins_and_another_leaves(
+    sync: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer computes the log-probs of all tokens again: each is of the weights that it says.
+    The run ends, and goes on with the servers that it had last. Its replay, which has no servers,
+    comes to the same bits.
+    """
+    for name, key in KEYS.items():
+        monkeypatch.setenv(name, key)
+    name = f"joined_{sync}"
+    folder = world.root / name
+    with servers(world, tmp_path) as (first, second):
+        rollout = {"mode": "external", "urls": [first.url], "sync": sync, "max_new_tokens": 40}
+        recipe = world.recipe(
+            name, **JOINED, rollout=rollout, run={"record_rollouts": True, "summary": False}
+        )
+        with running(recipe, folder) as run:
+            run.wait_for_steps(1)
+            change_servers(folder, second.url, "add")
+            run.wait_until(lambda: answers(second) > 2)
+            change_servers(folder, first.url, "remove")
+            run.wait_until(lambda: first.url not in (folder / "servers.json").read_text())
+            before = answers(first)
+            first.stop()
+            run.wait_for_steps(len(world.metrics(name)) + 2)
+            run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == ExitCode.STOPPED, run.output
+        assert f"rollout server {first.url} has left the run" in run.output
+        count = len(world.metrics(name))
+        done = world.megavlm("train", recipe, f"algorithm.steps={count + 1}", **KEYS)
+        assert done.returncode == 0, done.stdout + done.stderr
+    steps = world.metrics(name)
+    assert [step["step"] for step in steps] == [*range(1, count + 2)]
+    for step in steps:
+        assert step["episodes"] == 16, "no sample lost, none doubled"
+        assert step["rollout_max_difference"] < 1e-4
+        assert (step.get("sync_chain_bytes", 0) > 0) == (sync == "store")
+    assert answers(first) == before
+    replay = world.recipe(f"{name}_again", **JOINED, rollout={"replay": str(folder / "rollouts")})
+    done = world.megavlm("train", replay, f"algorithm.steps={count + 1}")
+    assert done.returncode == 0, done.stderr
+    trained, again = (weights(x, count + 1) for x in (folder, world.root / f"{name}_again"))
+    assert trained.keys() == again.keys()
+    assert all(torch.equal(tensor, again[key]) for key, tensor in trained.items())
+
+
+JOINED: dict[str, Any] = {
+    "algorithm": {
+        "name": "grpo",
+        "steps": 1000,
+        "prompts_per_step": 4,
+        "responses_per_prompt": 4,
+        "entropy_coefficient": 0.01,
+    },
+    # By default the warmup is a share of algorithm.steps, which the replay changes.
+    "optimizer": {"lr": 1e-3, "warmup_steps": 0},
+    "data": {"pack_tokens": 1024},
+    "checkpoint": {"every": 1},
+}
+
+
+def answers(server: ManagedServer) -> int:
+    return server.log_path.read_text().count('"POST /generate HTTP/1.1" 200')

@@ -85,7 +85,11 @@ class FakeServer(Served):
         self.ill = threading.Event()  # /health_generate fails
         self.works = False  # its counters change whenever they are read
         self.num_used_tokens = 0
+        self.num_running = 0
+        self.gate = threading.Event()  # unset, requests for responses wait
+        self.gate.set()
         self.is_paused = False
+        self.logprob = -0.5  # what its weights give the first token of a response
 
     def paths(self) -> list[str]:
         return [path for path, *_ in self.requests]
@@ -95,7 +99,13 @@ class FakeServer(Served):
 
     def answer(self, path: str, body: Any) -> Any:
         if path == "/generate":
-            return self._generate(body)
+            self.num_running += 1
+            try:
+                while not self.gate.wait(0.02) and not self.closed.is_set():
+                    pass
+                return self._generate(body)
+            finally:
+                self.num_running -= 1
         if path in HEALTH and self.is_paused:
             raise Refusal(503, "")
         if path in ("/pause_generation", "/continue_generation"):
@@ -106,8 +116,8 @@ class FakeServer(Served):
             self.aborted.set()
         if path == "/v1/loads?include=core":
             self.num_used_tokens += self.works
-            used = self.num_used_tokens
-            return {"loads": [{"num_used_tokens": used, "total_prefill_uncached_tokens": 5}]}
+            load = {"num_used_tokens": self.num_used_tokens, "total_prefill_uncached_tokens": 5}
+            return {"loads": [load | {"num_running_reqs": self.num_running}]}
         if path == "/model_info":
             return {"weight_version": self.weight_version}
         if path == "/server_info":
@@ -145,7 +155,7 @@ class FakeServer(Served):
         if aborted:
             tokens = [*range(50, 50 + self.num_held_tokens)]
             finish = {"type": "abort", "message": "Aborted"}
-        logprobs = [-0.5 - index for index in range(len(tokens))]
+        logprobs = [self.logprob - index for index in range(len(tokens))]
         return {
             "text": "",
             "output_ids": tokens,

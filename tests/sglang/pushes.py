@@ -34,6 +34,7 @@ from megavlm.weight_sync.sglang_layout import audio_head_dim, linear_rows, visio
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.trainable import trained_entries
 from megavlm.weight_sync.transports.base import Transport
+from megavlm.weight_sync.transports.chain import ChainTransport
 from megavlm.weight_sync.transports.disk import DiskTransport
 from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
@@ -89,6 +90,8 @@ class Trainer:
 def transport(kind: str, folder: Path) -> Transport:
     if kind == "disk":
         return DiskTransport(folder)
+    if kind == "store":
+        return ChainTransport(str(folder / "store"), "run", timeout=TIMEOUT)
     return (TensorTransport if kind == "tensor" else DistributedTransport)(timeout=TIMEOUT)
 
 

@@ -16,7 +16,8 @@ class ServerHandle:
     """One server. server: Its process; None for an external server. tensor_parallel, device,
     takes_videos: Number of ranks, device, and whether prompts may have videos; for an external
     server they are known once it has answered. cache_tokens: Tokens that its prefix cache holds;
-    None until it has answered. required: Requirements on an external server.
+    None until it has answered. required: Requirements on an external server. is_added: True for an
+    external server that the recipe does not name (`megavlm servers add`): a run starts without it.
     """
 
     url: str
@@ -28,6 +29,7 @@ class ServerHandle:
     takes_videos: bool = False
     cache_tokens: int | None = None
     required: Requirements = field(default_factory=Requirements)
+    is_added: bool = False
 
     @property
     def node(self) -> int | None:

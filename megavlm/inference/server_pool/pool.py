@@ -7,15 +7,15 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from megavlm.inference.server_pool.catch_up import CatchUp
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.receivers import Receiver
-from megavlm.inference.server_pool.records import ServerRecords
 from megavlm.inference.server_pool.routing import Address, RecoveryForecast
-from megavlm.inference.server_pool.state import Event, EventKind, RestartPolicy, State
+from megavlm.inference.server_pool.state import SERVING, Event, EventKind, RestartPolicy, State
 from megavlm.inference.server_pool.supervisor import Supervisor
 
 
-class ServerPool(ServerRecords):
+class ServerPool(CatchUp):
     """Context manager that is both the Receivers of weight pushes and the Routing of the rollout
     client.
 
@@ -33,10 +33,14 @@ class ServerPool(ServerRecords):
         states_file: Path | None = None,
         *,
         waits: bool = True,
+        joining: Callable[[str], ServerHandle] | None = None,
     ) -> None:
-        """states_file: File to which the servers' states are written for `megavlm watch`."""
+        """states_file: File to which the servers' states are written for `megavlm watch`. joining:
+        Function that returns the handle of an external server that the user adds beside it; None
+        if servers neither join nor leave.
+        """
         super().__init__(handles, policy, log)
-        self._supervisor, self._waits = Supervisor(self, states_file), waits
+        self._supervisor, self._waits = Supervisor(self, states_file, joining), waits
 
     def __enter__(self) -> "ServerPool":
         with ExitStack() as stack:
@@ -74,7 +78,7 @@ class ServerPool(ServerRecords):
             return [
                 self._receiver(handle)
                 for url, handle in self.handles.items()
-                if self._records[url].state in fit
+                if self._records[url].state in fit and url not in self._catching_up
             ]
 
     def wait_for_receivers(self) -> None:
@@ -87,6 +91,7 @@ class ServerPool(ServerRecords):
     def refitted(self, url: str, version: str) -> None:
         with self._lock:
             self._pushing.discard(url)
+            self._pushed = version
             self._last_answer[url] = time.monotonic()
             self.apply(url, Event(EventKind.REFITTED, version=version))
             for other, record in self._records.items():  # servers that missed the push
@@ -106,17 +111,6 @@ class ServerPool(ServerRecords):
             self._log(f"rollout server {url} missed a push: {event.reason}")
             self.apply(url, event)
             self._check()
-
-    def _receiver(self, handle: ServerHandle) -> Receiver:
-        return Receiver(
-            url=handle.url,
-            tensor_parallel=handle.tensor_parallel,
-            device=handle.device,
-            needs_all=self._records[handle.url].version is None,
-            api_key=handle.api_key,
-            admin_key=handle.admin_key,
-            node=handle.node,
-        )
 
     # Routing: for the rollout client
 
@@ -144,7 +138,7 @@ class ServerPool(ServerRecords):
     def lost(self, url: str, version: str | None) -> bool:
         with self._lock:
             record = self._records[url]
-            known = record.state in (State.HEALTHY, State.SUSPECT)
+            known = record.state in SERVING
             return not known or version not in (None, record.version)
 
     def answered(self, url: str) -> None:

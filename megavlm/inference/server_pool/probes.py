@@ -88,16 +88,20 @@ class Probes:
         loads = await self._loads(handle)
         return [sum(load.get(name) or 0 for load in loads) for name in QUEUE_COUNTERS]
 
+    async def abort(self, handle: ServerHandle) -> None:
+        """Abort all requests of the server. They return what they have sampled."""
+        await self._post(handle, "/abort_request", {"abort_all": True})
+
     async def _resume(self, handle: ServerHandle) -> None:
         """Resume generation. A trainer that dies during a push leaves the server paused, and
         /health fails then, because it generates a token. A wrong admin key is ignored here; a push
         reports it.
         """
-        body = {"torch_empty_cache": False}
+        await self._post(handle, "/continue_generation", {"torch_empty_cache": False})
+
+    async def _post(self, handle: ServerHandle, path: str, body: dict[str, Any]) -> None:
         try:
-            await self._http.post(
-                handle.url + "/continue_generation", json=body, headers=bearer(handle.admin_key)
-            )
+            await self._http.post(handle.url + path, json=body, headers=bearer(handle.admin_key))
         except httpx.HTTPError:
             pass  # the next probes report the reason
 

@@ -1,6 +1,6 @@
 """Interface between the server pool and the weight sync: the servers that receive a push."""
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,6 +40,12 @@ class Receivers(Protocol):
     def refitted(self, url: str, version: str) -> None:
         """Mark a server as holding exactly the weights `version`, after verification. It gets
         requests then.
+        """
+
+    def catch_up_by(self, catch_up: Callable[[Receiver], str | None]) -> None:
+        """Have servers without the weights brought up to date between pushes. catch_up: Function
+        that does so, from any thread, and returns the version that a server then has, or None if it
+        must wait for a push. It raises WeightSyncError if the server fails.
         """
 
     def failed(self, url: str, reason: str) -> None:

@@ -7,6 +7,7 @@ servers' processes.
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server_pool.handle import ServerHandle
@@ -36,10 +37,7 @@ class ServerRecords:
         self.policy = policy
         self.resting = False  # while GPU memory is released: no generating probe, no restart
         now = time.monotonic()
-        self._records = {
-            handle.url: ServerRecord(managed=handle.server is not None, since=now)
-            for handle in handles
-        }
+        self._records = {handle.url: _first_record(handle, now) for handle in handles}
         self._last_answer = dict.fromkeys(self.handles, now)
         self._log, self._lock = log, threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -74,7 +72,34 @@ class ServerRecords:
             if after.state is not before.state:
                 self._log_change(url, before, after)
                 self._wake()
+            elif after.state in GONE and after.reason != before.reason:
+                self._log(f"rollout server {url} is {after.reason}")
             return action
+
+    def add(self, handle: ServerHandle) -> None:
+        """Add an external server, or one that was removed once more. It returns as a server does
+        that was away: it is probed, and gets the weights before it serves.
+        """
+        with self._lock:
+            now = time.monotonic()
+            self.handles = {**self.handles, handle.url: handle}  # others may iterate over the old
+            self._records[handle.url] = _first_record(handle, now)
+            self._last_answer[handle.url] = now
+            self._log(f"rollout server {handle.url} is added")
+            self._wake()
+
+    def remove(self, url: str) -> None:
+        """Send a server no more requests, unless fewer than rollout.min_servers would be left."""
+        with self._lock:
+            record, least = self._records[url], self.policy.min_servers
+            others = [one.state for other, one in self._records.items() if other != url]
+            if sum(state not in LOST for state in others) >= least or record.state in LOST:
+                self.apply(url, Event(EventKind.REMOVE))
+                return
+            reason = f"it stays until {least} others are there (rollout.min_servers)"
+            if record.reason != reason:
+                self._records[url] = replace(record, reason=reason)
+                self._log(f"rollout server {url} is to be removed; {reason}")
 
     def seconds_in_state(self, url: str) -> float:
         with self._lock:
@@ -125,7 +150,8 @@ class ServerRecords:
     def _checked_starts(self) -> list[ServerRecord]:
         if self._supervisor_error is not None:
             raise self._supervisor_error
-        records = list(self._records.values())
+        named = [url for url, handle in self.handles.items() if not handle.is_added]
+        records = [self._records[url] for url in named]
         for record in records:
             if record.state in (*GONE, State.RETIRED):
                 raise RolloutServerError(record.reason)
@@ -169,5 +195,16 @@ class ServerRecords:
                 )
             case State.RETIRED:
                 self._log(f"rollout server {url} is {why}")
+            case State.LEAVING:
+                self._log(f"rollout server {url} gets no more requests, because it was {why}")
+            case State.REMOVED:
+                self._log(f"rollout server {url} has left the run and may be stopped")
             case State.STALE if before.state is not State.SUSPECT:
                 self._log(f"rollout server {url} answers and waits for weights")
+
+
+def _first_record(handle: ServerHandle, now: float) -> ServerRecord:
+    record = ServerRecord(managed=handle.server is not None, since=now)
+    if handle.is_added:
+        return replace(record, state=State.DEAD, reason="added, and has not answered yet")
+    return record

@@ -9,6 +9,8 @@ and an action.
     away       an external server that was dead for `start_timeout`: it counts as lost, and is
                looked for now and then, as long as the run lives
     retired    given up for the rest of the run
+    leaving    removed by the user: no new requests, and it ends those that it has
+    removed    it has left; it returns only if the user adds it again
 
 This module uses no clock, no process and no network.
 """
@@ -25,6 +27,8 @@ class State(Enum):
     DEAD = "dead"
     AWAY = "away"
     RETIRED = "retired"
+    LEAVING = "leaving"
+    REMOVED = "removed"
 
 
 class Action(Enum):
@@ -47,6 +51,8 @@ class EventKind(Enum):
     MISMATCH = "it holds other tensors than it was sent"
     WRONG_VERSION = "it holds other weights"
     TICK = "time passed"
+    REMOVE = "the user removes it"
+    DRAINED = "it has no requests"
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,8 @@ class RestartPolicy:
     external server no longer counts for min_servers. max_missed: Failed pushes in a row after which
     a server is given up. max_mismatches: Pushes with wrong checksums, among these, after which a
     server is given up. min_servers: Fewest servers with which a run continues. needs_refit: If
-    true, a started server gets requests only after a push.
+    true, a started server gets requests only after a push. abort_leaving: If true, the requests of
+    a server that the user removes are aborted, and others continue them; otherwise it ends them.
     """
 
     max_restarts: int = 3
@@ -85,6 +92,7 @@ class RestartPolicy:
     max_mismatches: int = 2
     min_servers: int = 1
     needs_refit: bool = True
+    abort_leaving: bool = False
 
     def pause(self, restarts: int) -> float:
         """Return the seconds to wait before restart number `restarts` + 1."""
@@ -125,7 +133,9 @@ class ServerRecord:
 
 ANSWERING = (State.STALE, State.HEALTHY, State.SUSPECT)
 GONE = (State.DEAD, State.AWAY)
-LOST = (State.AWAY, State.RETIRED)  # states that do not count for min_servers
+SERVING = (State.HEALTHY, State.SUSPECT, State.LEAVING)  # states that keep requests in flight
+LEFT = (State.LEAVING, State.REMOVED)
+LOST = (State.AWAY, State.RETIRED, *LEFT)  # states that do not count for min_servers
 UNVERIFIED = ""  # version of a server that needs no refit
 
 
@@ -135,7 +145,11 @@ def transition(
     """Return the record after an event at time `now`, and the action that the supervisor must
     take.
     """
-    if record.state is State.RETIRED:
+    if record.state is State.LEAVING:
+        return _leaving(record, event, now), Action.NOTHING
+    if event.kind is EventKind.REMOVE:
+        return _removed(record, now), Action.NOTHING
+    if record.state in (State.RETIRED, State.REMOVED):
         return record, Action.NOTHING
     match event.kind:
         case EventKind.ANSWERED:
@@ -158,7 +172,7 @@ def transition(
             return _busy(record, event.reason, now), Action.NOTHING
         case EventKind.EXITED | EventKind.START_FAILED:
             return _died(record, event.reason, now, policy)
-        case EventKind.WORKED:
+        case EventKind.WORKED | EventKind.DRAINED:
             return record, Action.NOTHING
         case EventKind.TICK:
             return _tick(record, now, policy)
@@ -256,6 +270,8 @@ def _died(
     record: ServerRecord, reason: str, now: float, policy: RestartPolicy
 ) -> tuple[ServerRecord, Action]:
     if record.state in GONE:
+        if not record.managed:  # it has answered, but does not meet the requirements
+            record = replace(record, reason=f"refused ({reason})")
         return record, Action.NOTHING
     record = _reset_counter(record, now, policy)
     gone = replace(record, version=None, failures=0, busy=False, reason=reason)
@@ -266,6 +282,19 @@ def _died(
         return _retired(gone, why, now), Action.STOP
     retry_at = now + policy.pause(record.restarts)
     return _to(gone, State.DEAD, now, retry_at=retry_at), Action.STOP
+
+
+def _removed(record: ServerRecord, now: float) -> ServerRecord:
+    state = State.LEAVING if record.state in ANSWERING else State.REMOVED
+    return _to(record, state, now, reason="removed by megavlm servers remove")
+
+
+def _leaving(record: ServerRecord, event: Event, now: float) -> ServerRecord:
+    if event.kind is EventKind.DRAINED:
+        return _to(record, State.REMOVED, now, version=None)
+    if event.kind is EventKind.WRONG_VERSION:
+        return replace(record, version=None)
+    return record
 
 
 def _tick(record: ServerRecord, now: float, policy: RestartPolicy) -> tuple[ServerRecord, Action]:

@@ -24,7 +24,11 @@ async def write_states(records: ServerRecords, probes: Probes, path: Path) -> No
     text, run = path.with_name(SERVERS_TEXT), path.resolve().parent.name
     try:
         while True:
-            handles = records.handles.values()
+            handles = [
+                handle
+                for url, handle in records.handles.items()
+                if records.record(url).state is not State.REMOVED
+            ]
             rows = await asyncio.gather(*(_row(records, probes, handle) for handle in handles))
             status = json.dumps({"time": round(time.time(), 3), "servers": rows}).encode()
             with suppress(OSError):  # full disk: status is best-effort, essential writers raise

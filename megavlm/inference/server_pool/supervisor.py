@@ -8,35 +8,44 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from megavlm.inference.errors import RolloutServerError
+from megavlm.inference.server_pool.catch_up import CatchUp
+from megavlm.inference.server_pool.changes import Change, asked_changes
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.probes import ProbeError, Probes, Refused, Unreachable
-from megavlm.inference.server_pool.records import ServerRecords
-from megavlm.inference.server_pool.state import GONE, Action, Event, EventKind, State
+from megavlm.inference.server_pool.state import GONE, LEFT, Action, Event, EventKind, State
 from megavlm.inference.server_pool.status import write_states
 from megavlm.inference.server_pool.work import WorkReading, read_work
 
 TICK = 0.2  # seconds between checks of a server's process
 PROBE_EVERY = 15.0  # seconds without an answer after which a server is probed
+DRAIN_SECONDS = 1.0  # without requests, after which a server has left
+CHANGES_EVERY = 1.0  # seconds between looks for changes of servers
 LOOK_EVERY = 30.0  # seconds between probes of an external server that is away
 
 
 class Supervisor:
     """Watches each server in its own task, all on one thread's event loop."""
 
-    def __init__(self, records: ServerRecords, states_file: Path | None) -> None:
+    def __init__(
+        self,
+        records: CatchUp,
+        states_file: Path | None,
+        joining: Callable[[str], ServerHandle] | None = None,
+    ) -> None:
         """states_file: File to which the servers' states are written for `megavlm watch`, and
-        as text for Prometheus beside it.
+        as text for Prometheus beside it. joining: See ServerPool.
         """
-        self._records, self._states_file = records, states_file
+        self._records, self._states_file, self._joining = records, states_file, joining
         self._thread = threading.Thread(target=self._main, name="server-pool", daemon=True)
         self._closing = threading.Event()
         self._looked: dict[str, float] = {}  # time of the last probe of a server that is away
         self._work: dict[str, WorkReading] = {}  # last reading of each server
+        self._empty: dict[str, float] = {}  # time since when a leaving server has no requests
 
     def start(self) -> None:
         self._thread.start()
@@ -58,28 +67,56 @@ class Supervisor:
 
     async def _watch_all(self) -> None:
         self._probes = Probes()
-        handles = list(self._records.handles.values())
         status = None
         if self._states_file is not None:
             writing = write_states(self._records, self._probes, self._states_file)
             status = asyncio.create_task(writing)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for handle in handles:
+                for handle in self._records.handles.values():
                     tasks.create_task(self._watch(handle))
+                if self._joining is not None:
+                    await self._make_changes(tasks, self._joining)
         finally:
             if status is not None:
                 status.cancel()
                 await asyncio.wait({status})
+            handles = self._records.handles.values()
             servers = [handle.server for handle in handles if handle.server is not None]
             await asyncio.gather(*(asyncio.to_thread(server.stop) for server in servers))
             await self._probes.close()
 
+    async def _make_changes(
+        self, tasks: asyncio.TaskGroup, joining: Callable[[str], ServerHandle]
+    ) -> None:
+        """Make the changes of servers that the user asks for, until the pool is left."""
+        records, due = self._records, 0.0
+        assert self._states_file is not None
+        while not self._closing.is_set():
+            await asyncio.sleep(TICK)
+            if time.monotonic() < due:
+                continue
+            due = time.monotonic() + CHANGES_EVERY
+            changes: dict[str, Change] = {}
+            with suppress(OSError):  # the file system may be away for a while
+                changes = await asyncio.to_thread(asked_changes, self._states_file.parent)
+            for url, change in changes.items():
+                is_known = url in records.handles
+                has_left = is_known and records.record(url).state in LEFT
+                if change == "add" and (not is_known or has_left):
+                    records.add(handle := joining(url))
+                    if not is_known:  # the task of one that has left goes on
+                        tasks.create_task(self._watch(handle))
+                elif change == "remove" and is_known and not has_left:
+                    records.remove(url)
+            records.start_catching_up()
+
     async def _watch(self, handle: ServerHandle) -> None:
         if handle.server is not None:
             await self._launch(handle)
+        url = handle.url
         while not self._closing.is_set():
-            await self._check(handle)
+            await self._check(self._records.handles[url])
             await asyncio.sleep(TICK)
 
     async def _check(self, handle: ServerHandle) -> None:
@@ -91,6 +128,10 @@ class Supervisor:
         if state is State.RETIRED:
             if handle.server is not None and handle.server.running:
                 await asyncio.to_thread(handle.server.stop)
+            return
+        if state in LEFT:
+            if state is State.LEAVING and records.may_probe(url):  # no push is on its way to it
+                await self._run(self._drain(handle), handle)
             return
         if records.resting and state is State.DEAD:
             return  # its GPU memory is in use by the trainer
@@ -144,6 +185,29 @@ class Supervisor:
         self._work[handle.url] = now
         if last is not None and now.shows_work(last) and now.has_requests:
             self._records.apply(handle.url, Event(EventKind.WORKED))
+
+    async def _drain(self, handle: ServerHandle) -> None:
+        """Let a server leave that has no requests any more, or has not answered for
+        `health_check_timeout`: its requests then go to others.
+        """
+        url, policy = handle.url, self._records.policy
+        if policy.abort_leaving:  # each time, as a server does not abort what it has not started
+            await self._probes.abort(handle)
+        try:
+            if any(await self._probes.queue(handle)):
+                self._empty.pop(url, None)
+                return
+            # Its last answers, or requests to it, may still be on their way.
+            since = self._empty.setdefault(url, time.monotonic())
+            if time.monotonic() - since < DRAIN_SECONDS:
+                return
+        except Unreachable:
+            pass
+        except ProbeError:
+            if self._records.seconds_in_state(url) < policy.health_check_timeout:
+                return
+        self._empty.pop(url, None)
+        self._records.apply(url, Event(EventKind.DRAINED))
 
     async def _run(self, probe: Coroutine[Any, Any, None], handle: ServerHandle) -> None:
         """Run a probe to its end, or until the server's process or the pool ends."""

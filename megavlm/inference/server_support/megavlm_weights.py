@@ -63,6 +63,9 @@ def receive(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> No
     because an exception would end SGLang's process.
     """
     task = json.loads(named_tensors[0][0])
+    if "folder" in task:
+        _receive_links(model, task)
+        return
     try:
         store = _connect(task, "answers")
         # In a thread, because receiving hangs if a sender has died.
@@ -239,6 +242,41 @@ def _receive(model: Any, task: Task, inference: bool, answers: list[dict[str, An
     except (AssertionError, KeyError, OSError, RuntimeError, ValueError) as error:
         text = str(error) if isinstance(error, (AssertionError, OSError)) else repr(error)
         answers.append({"error": text})
+
+
+def _receive_links(model: Any, task: Task) -> None:
+    """Load the links of a chain that this rank lacks, and write the answer to the store."""
+    from megavlm.inference.server_support import megavlm_chain as chain
+
+    answers: list[dict[str, Any]] = []
+    inference = torch.is_inference_mode_enabled()
+
+    def work() -> None:
+        device = next(model.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        try:
+            links = chain.missing_links(task, _loaded)
+            is_whole = links == task["links"]
+            _loaded.clear()
+            with torch.no_grad(), torch.inference_mode(inference):
+                update = _Update(model, _plan(task) | {"full": is_whole}, device)
+                for stream, number, content, changes in chain.read_links(task, links, checksum):
+                    update.load(stream, number, content.to(device), changes)
+                update.finish()
+                answers.append({"sums": update.sums()})
+            _loaded.append(task["links"][-1])
+        except (AssertionError, KeyError, OSError, RuntimeError, ValueError) as error:
+            answers.append({"error": repr(error)})
+
+    # In a thread, because an exception of a file system must not end SGLang's process.
+    thread = Thread(target=copy_context().run, args=(work,), daemon=True)
+    thread.start()
+    thread.join()
+    try:
+        chain.write_answer(task, answers[0] if answers else {"error": "as its log says"})
+    except OSError as error:
+        logger.warning("the store took no answer: %r", error)
 
 
 def _plan(task: Task) -> Any:

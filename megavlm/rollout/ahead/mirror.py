@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.routing import Address, RecoveryForecast
-from megavlm.inference.server_pool.state import State
+from megavlm.inference.server_pool.state import SERVING, State
 
 Report = tuple[str, str, str]  # name of a ServerPool method, server URL, reason or ""
 
@@ -54,7 +54,7 @@ class ServerProxy:
         return RecoveryForecast.REFIT
 
     def lost(self, url: str, version: str | None) -> bool:
-        return self._servers.states[url] not in (State.HEALTHY, State.SUSPECT)
+        return self._servers.states[url] not in SERVING
 
     def answered(self, url: str) -> None:
         self._report(("answered", url, ""))

@@ -7,7 +7,7 @@ any of them that fails sets `fault`, and all others give up.
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any
@@ -93,20 +93,11 @@ class BucketTransport:
         sent = {index: sums for report in reports for index, sums in report.sums.items()}
         count = 0
         for (url, rank), answer in self._requests.answers.items():
-            names = set()
-            for index, held in zip(schedule.to(url, rank), answer["sums"], strict=True):
-                buckets = schedule.streams[index].buckets
-                for pieces, mine, theirs in zip(buckets, sent[index], held, strict=True):
-                    names |= {piece.name for piece in pieces if not piece.whole}
-                    if mine != theirs:
-                        first, last = pieces[0].name, pieces[-1].name
-                        where = first if first == last else f"{first} or another up to {last}"
-                        servers.mismatched.add(url)
-                        servers.lose(
-                            url,
-                            f"{url}: checksum mismatch on rank {rank} in {where}",
-                        )
-            count += len(names)
+            streams = schedule.to(url, rank)
+            if where := difference(schedule, streams, sent, answer["sums"]):
+                servers.mismatched.add(url)
+                servers.lose(url, f"{url}: checksum mismatch on rank {rank} in {where}")
+            count += num_checked(schedule, streams)
         if not servers.lost:
             self._verified = sending.attempt.rendezvous.attempt
         return count
@@ -180,6 +171,30 @@ class BucketTransport:
                 sending.plan, servers, settings.dtype, settings.bucket_bytes
             )
         return self._schedules[key]
+
+
+def difference(
+    schedule: SyncSchedule, streams: Sequence[int], sent: Mapping[int, Any], held: Sequence[Any]
+) -> str | None:
+    """Return which parameters of a server's rank have other checksums than what was sent, None if
+    none have.
+
+    streams: Indices of the streams to the rank. sent: Checksums of the buckets, by stream. held:
+    Those that the rank answers, for each of the streams.
+    """
+    for index, theirs in zip(streams, held, strict=True):
+        buckets = schedule.streams[index].buckets
+        for pieces, ours, found in zip(buckets, sent[index], theirs, strict=True):
+            if ours != found:
+                first, last = pieces[0].name, pieces[-1].name
+                return first if first == last else f"{first} or another up to {last}"
+    return None
+
+
+def num_checked(schedule: SyncSchedule, streams: Sequence[int]) -> int:
+    """Return the number of parameters of which checksums are compared."""
+    buckets = [bucket for index in streams for bucket in schedule.streams[index].buckets]
+    return len({piece.name for bucket in buckets for piece in bucket if not piece.whole})
 
 
 def _in_thread(work: Callable[[], Packed]) -> "Future[Packed]":

@@ -51,11 +51,11 @@ class ServerRequests:
         assert sending.servers is not None
         attempt, limit = sending.attempt, self._timeout * (schedule.rounds + 1)
         pool = ThreadPoolExecutor(max(1, len(attempt.loading)), "requests")
-        content_of, requests = cache(partial(_content, schedule)), dict[Future[Any], str]()
+        cached, requests = cache(partial(content_of, schedule)), dict[Future[Any], str]()
         for index, url in enumerate(attempt.loading):
             ranks = range(attempt.layouts[url].tensor_parallel)
             tasks = [
-                self._task(attempt, schedule, index, rank, content_of) | {"base": base}
+                self._task(attempt, schedule, index, rank, cached) | {"base": base}
                 for rank in ranks
             ]
             body = {
@@ -79,12 +79,12 @@ class ServerRequests:
         schedule: SyncSchedule,
         place: int,
         rank: int,
-        content_of: Callable[[int], tuple[str, Any]],
+        contents: Callable[[int], tuple[str, Any]],
     ) -> dict[str, Any]:
         rendezvous, url = attempt.rendezvous, attempt.loading[place]
         number = schedule.target(url, rank)
         reader = schedule.targets[number].urls.index(url)
-        digest, content = content_of(number)
+        digest, content = contents(number)
         task = {
             "host": rendezvous.host,
             "port": rendezvous.port,
@@ -154,7 +154,7 @@ class ServerRequests:
             time.sleep(0.2)
 
 
-def _content(schedule: SyncSchedule, number: int) -> tuple[str, Any]:
+def content_of(schedule: SyncSchedule, number: int) -> tuple[str, Any]:
     """Return the digest and the content of a target's plan, as the loader reads it."""
     names: dict[str, int] = {}
     described, streams = [], []

@@ -76,7 +76,7 @@ def test_servers_on_shared_gpus_are_waited_for(
     class Made(Exception):
         pass
 
-    def make(*_: Any, waits: bool) -> None:
+    def make(*_: Any, waits: bool, joining: Any) -> None:
         raise Made(waits)
 
     monkeypatch.setattr("megavlm.inference.connect.ServerPool", make)

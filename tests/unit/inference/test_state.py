@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megavlm.inference.server_pool.state import (
+    LEFT,
+    SERVING,
     UNVERIFIED,
     Action,
     Event,
@@ -165,8 +167,10 @@ def test_an_external_server_may_come_back_stale_however_late() -> None:
     )
     assert away.state is State.DEAD
     assert run(away, (EventKind.TICK, 53.9), (EventKind.ANSWERED, 53.9)).state is State.STALE
-    lost = run(away, (EventKind.TICK, 54.0), (EventKind.START_FAILED, 60.0))
+    lost = run(away, (EventKind.TICK, 54.0))
     assert lost.state is State.AWAY and "away for" in lost.reason
+    lost = run(lost, (EventKind.START_FAILED, 60.0))
+    assert lost.state is State.AWAY and "refused" in lost.reason
     back = run(lost, (EventKind.TICK, 9999.0), (EventKind.ANSWERED, 9999.0))
     assert back.state is State.STALE and back.version is None
 
@@ -206,7 +210,11 @@ def test_no_request_goes_to_weights_that_were_not_verified_since_the_last_start(
                 assert verified == version
         if record.routable(None):
             assert verified is not None
-        if before.state in (State.STARTING, State.DEAD, State.AWAY, State.RETIRED):
+        if before.state in (*SERVING, State.STALE) and event.kind is EventKind.REMOVE:
+            assert record.state is State.LEAVING and record.version == before.version
+        if before.state in LEFT:
+            assert record.state in LEFT, "only the user brings it back"
+        if before.state in (State.STARTING, State.DEAD, State.AWAY, State.RETIRED, *LEFT):
             assert record.state is not State.HEALTHY, "it must answer and be refitted first"
 
 
@@ -222,7 +230,7 @@ def test_restarts_never_exceed_the_bound(events: list[tuple[Event, float]], mana
             reset += before.restarts
         if record.state is not State.RETIRED:
             assert starts - reset == record.restarts <= POLICY.max_restarts
-        if before.state is State.RETIRED:
+        if before.state is State.RETIRED and event.kind is not EventKind.REMOVE:
             assert record == before and action is Action.NOTHING
         if action is Action.START:
             assert before.state is State.DEAD and now >= before.retry_at
