@@ -115,8 +115,9 @@ SUBSET = [
     Case("qwen3_omni_moe", 2, "EP2", "disk", "refit"),
     Case("qwen3_omni_moe", 2, "EP2", "tensor", "adapter"),
     Case("qwen3_5" + DRAFTS, 2, "TP2", "distributed", "tower"),
+    Case("qwen3_5" + DRAFTS, 2, "TP2xPP2", "store", "tower" + DELTA),
     Case("qwen3_5" + DRAFTS, 2, "TP2xPP2", "tensor", "adapter"),
-    Case("qwen3_5_moe" + DRAFTS, 2, "EP2xPP2", "tensor", "frozen tower"),
+    Case("qwen3_5_moe" + DRAFTS, 2, "EP2xPP2", "tensor", "frozen tower" + DELTA),
 ]
 
 

@@ -246,7 +246,7 @@ def _receive(model: Any, task: Task, inference: bool, answers: list[dict[str, An
 
 def _receive_links(model: Any, task: Task) -> None:
     """Load the links of a chain that this rank lacks, and write the answer to the store."""
-    from megavlm.inference.server_support import megavlm_chain as chain
+    from megavlm.inference.server_support import megavlm_chain
 
     answers: list[dict[str, Any]] = []
     inference = torch.is_inference_mode_enabled()
@@ -256,12 +256,14 @@ def _receive_links(model: Any, task: Task) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
-            links = chain.missing_links(task, _loaded)
+            links = megavlm_chain.missing_links(task, _loaded)
             is_whole = links == task["links"]
             _loaded.clear()
             with torch.no_grad(), torch.inference_mode(inference):
                 update = _Update(model, _plan(task) | {"full": is_whole}, device)
-                for stream, number, content, changes in chain.read_links(task, links, checksum):
+                for stream, number, content, changes in megavlm_chain.read_links(
+                    task, links, checksum
+                ):
                     update.load(stream, number, content.to(device), changes)
                 update.finish()
                 answers.append({"sums": update.sums()})
@@ -274,7 +276,7 @@ def _receive_links(model: Any, task: Task) -> None:
     thread.start()
     thread.join()
     try:
-        chain.write_answer(task, answers[0] if answers else {"error": "as its log says"})
+        megavlm_chain.write_answer(task, answers[0] if answers else {"error": "as its log says"})
     except OSError as error:
         logger.warning("the store took no answer: %r", error)
 
