@@ -13,7 +13,7 @@ SUPERVISED = (
     "skipped_bad", "skipped_long", "tokens_per_second", "memory_gib", "recording_failures",
     "tracker_failures", "flops_per_second", "mfu",
     "preference/accuracy", "preference/margin", "preference/chosen_reward",
-    "preference/rejected_reward",
+    "preference/rejected_reward", "draft_divergence", "draft_gradient_norm",
 )  # fmt: skip
 POLICY = (
     "episodes", "reward", "reward_failures", "accuracy", "turns", "curriculum_stage",

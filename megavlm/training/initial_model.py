@@ -114,10 +114,15 @@ def _load_draft_head(
     for chunk in model:
         if chunk.draft_head is not None:
             source = HFFolder(folder)
-            own = [entry for entry in entries if entry.megatron.startswith("draft_head.")]
+            key = "draft_head."
+            own = [
+                replace(entry, megatron=entry.megatron.removeprefix(key))
+                for entry in entries
+                if entry.megatron.startswith(key)
+            ]
             prefixes = tuple({f"{name.split('.')[0]}." for entry in own for name in entry.hf})
             tensors = {name: source[name] for name in source if name.startswith(prefixes)}
-            load_hf(chunk.draft_head, own, tensors, mesh, prefix="draft_head.")
+            load_hf(chunk.draft_head, own, tensors, mesh)
 
 
 def _add(model: Sequence[VisionLanguageModel], lora: LoRA, seed: int) -> None:

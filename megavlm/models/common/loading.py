@@ -217,7 +217,6 @@ def load_hf(
     source: Mapping[str, Tensor],
     mesh: Mesh,
     form: Form = HUB,
-    prefix: str = "",
 ) -> None:
     """Copy this rank's slices of HF tensors into the model's tensors, in place, in the model's
     dtype.
@@ -226,14 +225,13 @@ def load_hf(
         an entry; a pipeline stage holds only some of the entries' tensors.
     source: An HFFolder or a state dict.
     form: Form of stacked experts, as in HubTensors.
-    prefix: Prefix of the keys of a part of the model.
 
     A value head is not changed. Raises ValueError with the name of a tensor that is missing,
     unknown, or of another shape.
     """
     tensors = HubTensors(entries, source, form)
     table = {(entry.megatron, entry.expert): entry for entry in entries}
-    for target in local_tensors(model, prefix):
+    for target in local_tensors(model):
         if target.key.startswith(VALUE_HEAD):
             continue
         entry = table.get((target.key, target.expert))
@@ -247,13 +245,13 @@ def load_hf(
         target.data.copy_(shard)
 
 
-def local_tensors(model: MegatronModule, prefix: str = "") -> list[LocalTensor]:
+def local_tensors(model: MegatronModule) -> list[LocalTensor]:
     """Return the model's tensors on this rank.
 
     `_extra_state` objects (Transformer Engine's fp8 states) are left out, since HF has none.
     """
     # With non_homogeneous_layers each layer has its own keys; otherwise layers would be stacked.
-    state = model.sharded_state_dict(prefix, metadata={"non_homogeneous_layers": True})
+    state = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     return [
         LocalTensor(value.key, _expert_number(value), value.data)
         for value in state.values()

@@ -107,7 +107,7 @@ def test_gated_delta_net_goes_on_from_equal_state(
     """Its weights are cut by key heads, and one of them stays in fp32."""
     hf = make_hf(tmp_path / "hf", family=model, num_layers=4)
     first, second = ALL_LAYOUTS[before], ALL_LAYOUTS[after]
-    keys = check_state(hf, tmp_path, first, second, dtype)
+    keys = check_state(hf, tmp_path, first, second, dtype=dtype)
     for name in ("A_log", "conv_weight", "dt_bias", "in_proj.weight"):
         assert any(key.startswith(MOMENT) and key.endswith(name) for key in keys), name
 
