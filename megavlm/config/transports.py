@@ -49,7 +49,9 @@ def check_one_machine(sync: str, found: str) -> None:
 
 
 def transports_with(**traits: bool) -> str:
-    """Return the names of the transports with these traits, for an error: "tensor or disk"."""
-    return " or ".join(
-        name for name, held in TRANSPORT_TRAITS.items() if traits.items() <= asdict(held).items()
-    )
+    """Return the names of the transports with these traits, for an error: "tensor, store or
+    disk".
+    """
+    held = TRANSPORT_TRAITS.items()
+    *names, last = [name for name, own in held if traits.items() <= asdict(own).items()]
+    return f"{', '.join(names)} or {last}" if names else last

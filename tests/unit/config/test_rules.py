@@ -386,6 +386,21 @@ BROKEN = {
         "rollout.colocate=true",
         "rollout.sync=tensor",
     ): "rollout.sync_delta=true needs servers that keep their weights",
+    ("rollout.sync=store",): "rollout.mode=managed: set it to external, or choose another",
+    (
+        "rollout.sync=store",
+        "rollout.mode=external",
+        "rollout.urls=[http://a:1]",
+        "rollout.lora=adapter",
+        "lora.rank=8",
+    ): "rollout.lora=adapter: set it to merged, or choose another",
+    (
+        "rollout.sync=store",
+        "rollout.mode=external",
+        "rollout.urls=[http://a:1]",
+        "rollout.sync_delta=true",
+    ): "rollout.sync_delta=true has no use with rollout.sync=store",
+    ("rollout.store=s3://b/run",): "rollout.store=s3://b/run is only used with rollout.sync=store",
     ("rollout.server_args.trust-remote-code=true",): "refused, because it runs code",
     (
         "rollout.server_args.speculative-accept-threshold-acc=0.9",

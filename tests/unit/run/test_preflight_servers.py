@@ -35,7 +35,7 @@ def test_handles_of_gpu_memory_stay_on_their_machine(write_recipe: WriteRecipe, 
     tensor = "rollout.sync=tensor"
     text = refused(write_recipe(), *external(HERE, REMOTE), tensor)
     assert f"rollout.urls holds {REMOTE} on another machine" in text
-    assert tensor in text and "set rollout.sync to distributed or disk" in text
+    assert tensor in text and "set rollout.sync to distributed, store or disk" in text
     for fine in (
         (*external(HERE, "http://localhost:30001"), tensor),
         external(REMOTE),

@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import time
+import zlib
 from collections import Counter
 from contextlib import ExitStack
 from functools import partial
@@ -49,11 +50,14 @@ KINDS = (
 
 
 def logprob(ranks: list[dict[str, Tensor]]) -> float:
-    """Return the log-prob of a response's first token by the weights of a server's ranks, of which
-    each number counts.
+    """Return the log-prob of a response's first token by the weights of a server's ranks, which
+    each bit of them changes.
     """
-    total = sum(float(x.double().sum()) for of_rank in ranks for x in of_rank.values())
-    return -float(torch.tensor(total % 1009.0 + 1.0, dtype=torch.float32))
+    digest = 0
+    for of_rank in ranks:
+        for name in sorted(of_rank):
+            digest = zlib.crc32(of_rank[name].contiguous().numpy().tobytes(), digest)
+    return -(digest % 2**23) / 2**10  # exact in float32
 
 
 class Server(FakeEngine):
@@ -85,8 +89,11 @@ class Faults:
     def make(self, transport: ChainTransport) -> None:
         server, kind = self.rng.choice(self.servers), self.rng.choice(KINDS)
         self.made[kind] += 1
-        files = sorted(path for path in self.store.rglob("*.*") if path.name != "owner.json")
+        files = sorted(path for path in self.store.rglob("[0-9]*.*") if path.stat().st_size)
         match kind:
+            case "lost" | "corrupted" | "torn" if files:
+                self.damage(kind, self.rng.choice(files))
+                server.restart()  # so that it reads the whole chain
             case "add" | "remove":
                 ask_for(self.folder, server.url, kind)
             case "killed":
@@ -97,17 +104,6 @@ class Faults:
                 server.weight_version = "default"
                 for _, parameter in server.ranks[0].named_parameters():
                     parameter.data.add_(1.0)
-            case "lost" if files:
-                self.rng.choice(files).unlink(missing_ok=True)
-            case "corrupted" if files:
-                path = self.rng.choice(files)
-                content = bytearray(path.read_bytes())
-                if content:
-                    content[self.rng.randrange(len(content))] ^= 1 << self.rng.randrange(8)
-                    path.write_bytes(content)
-            case "torn" if files:
-                path = self.rng.choice(files)
-                path.write_bytes(path.read_bytes()[: -self.rng.randint(1, 9)])
             case "slow":
                 self.delay = 0.02
             case "full":
@@ -117,6 +113,16 @@ class Faults:
             case "another run":
                 (self.store / "owner.json").parent.mkdir(exist_ok=True)
                 (self.store / "owner.json").write_text(json.dumps({"run": "another"}))
+
+    def damage(self, kind: str, path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        if kind == "lost":
+            path.unlink()
+        elif kind == "corrupted":
+            content[self.rng.randrange(len(content))] ^= 1 << self.rng.randrange(8)
+            path.write_bytes(content)
+        else:
+            path.write_bytes(content[: -self.rng.randint(1, 9)])
 
     def write(self, original: Any, path: str, content: bytes) -> None:
         time.sleep(self.delay)
