@@ -92,7 +92,7 @@ def read_metadata(folder: Path) -> tuple[dict[str, TensorStorageMetadata], dict[
 
 
 def has_draft_head(step: "StepReader") -> bool:
-    """Return True if a step has a draft head, which the run that saved it has trained."""
+    """Return True if a step has a trained draft head."""
     return any(key.startswith("draft_head.") for key in step.tensors)
 
 

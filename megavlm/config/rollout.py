@@ -397,8 +397,8 @@ class Rollout(Section):
         key = "rollout.sync_delta=true"
         if self.sync == "store":
             raise ValueError(
-                f"{key} has no use with rollout.sync=store, which writes changes by itself: remove "
-                "rollout.sync_delta"
+                f"{key} has no use with rollout.sync=store, whose updates are changes anyway: "
+                "remove rollout.sync_delta"
             )
         if not TRANSPORT_TRAITS[self.sync].needs_loader:
             raise ValueError(

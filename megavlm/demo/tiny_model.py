@@ -43,7 +43,7 @@ def make_tiny_model(
     max_vocab: limit of the byte-level BPE vocabulary, without special tokens.
     max_pixels: largest resized image, as the folder's image processor will enforce it; 1280
         image tokens by default.
-    draft_head: add a random draft head, which transformers' model does not have.
+    draft_head: also write random weights of a draft head; transformers' model has none.
     sizes: fields of TinySizes.
 
     Raises ValueError for an unknown family, and for sizes that the family does not allow.

@@ -60,7 +60,7 @@ OnComplete = Callable[[int, list[Response], GenerateFn], Coroutine[Any, Any, Non
 @dataclass(eq=False, kw_only=True)
 class GenerationBatch:
     """Generation of n responses to each of `prompts`. With n = 0, prompts get no response, and
-    `on_complete` runs for each of them as soon as a server has room for its `agents`, which ask for
+    `on_complete` runs for each of them as soon as a server has room for its `agents`. These ask for
     all of their responses.
 
     groups: One list of responses for each prompt, filled in place. A group is complete, partly

@@ -5,8 +5,9 @@ that have ended, so that nothing has to be released at their end. With more live
 finds that the turns of others have evicted its prefix, and computes it again
 (tests/benchmarks/bench_sessions.py).
 
-Not covered: the branches of an agent beside its longest call; the recurrent states of models with
-linear attention, which have a cache of their own; servers behind a router, which chooses one.
+It does not count an agent's branches from its longest call, or the recurrent states of models with
+linear attention, whose cache is another one. It does not apply behind a router, because that
+chooses the servers.
 """
 
 from collections import Counter

@@ -89,7 +89,7 @@ class Probes:
         return [sum(load.get(name) or 0 for load in loads) for name in QUEUE_COUNTERS]
 
     async def abort(self, handle: ServerHandle) -> None:
-        """Abort all requests of the server. They return what they have sampled."""
+        """Abort all requests of the server. They return the tokens sampled so far."""
         await self._post(handle, "/abort_request", {"abort_all": True})
 
     async def _resume(self, handle: ServerHandle) -> None:

@@ -54,7 +54,7 @@ class ModelOptions:
     fusions: On a GPU, use fused kernels (`model.fusions`).
     head: Outputs of the last stage. A separate critic has "values", a policy with a shared critic
         has "both".
-    draft_head: The last stage also has the draft head, which is trained (`speculation.train`).
+    draft_head: The last stage also has the draft head, and trains it (`speculation.train`).
     """
 
     dtype: torch.dtype = torch.float32
