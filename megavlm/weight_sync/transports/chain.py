@@ -8,6 +8,7 @@ weights are compared before it serves. It needs no connection to the trainer's r
 
 import hashlib
 import json
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,8 @@ from megavlm.weight_sync.transports.store import Fault, Rendezvous
 from megavlm.weight_sync.update import SendReport, SyncAttempt
 
 MOST_LINKS = 16  # after a base, a joining server loads at most so many links of changes
-OWNER = "owner.json"
+OWNER, ANSWERS = "owner.json", "answers"
+_WRITTEN = re.compile(rf"[0-9a-f]{{16}}|{ANSWERS}|{re.escape(OWNER)}")  # names in a store
 POLL = 0.05  # seconds
 
 
@@ -177,7 +179,7 @@ class ChainTransport:
     def close(self) -> None:
         """Remove what this run wrote, on rank 0."""
         if self._owns:
-            self._remove([*self._old, *self._current, "answers", OWNER])
+            self._remove([*self._old, *self._current, ANSWERS, OWNER])
 
     def _load(
         self,
@@ -192,7 +194,7 @@ class ChainTransport:
         """
         call, bodies = secrets.token_hex(8), {}
         answers = {
-            (url, rank): f"answers/{call}-{place}-{rank}"
+            (url, rank): f"{ANSWERS}/{call}-{place}-{rank}"
             for place, (url, layout) in enumerate(layouts.items())
             for rank in range(layout.tensor_parallel)
         }
@@ -253,22 +255,31 @@ class ChainTransport:
             time.sleep(POLL)
 
     def _own(self) -> None:
-        """Take the store for this run. Raises TrainerFault if another run has it."""
+        """Take the store for this run. Raises TrainerFault if another run has it, or if it holds
+        files that no run wrote, because the links of an earlier start are removed.
+        """
         if self._owns:
             return
-        path, owner = f"{self._root}/{OWNER}", {"run": self._run}
+        owner = {"run": self._run}
         try:
-            if self._fs.exists(path):
+            paths = self._fs.ls(self._root, detail=False) if self._fs.exists(self._root) else []
+            held = {path.rstrip("/").rpartition("/")[2]: path for path in paths}
+            foreign = [name for name in held if not _WRITTEN.fullmatch(name)]
+            if foreign:
+                raise TrainerFault(
+                    f"rollout.store={self._url} holds {foreign[0]}, but a store has only what a "
+                    "run writes: choose another folder"
+                )
+            if path := held.pop(OWNER, None):
                 found = json.loads(self._fs.cat_file(path))
                 if found != owner:
                     raise TrainerFault(
                         f"rollout.store={self._url} is used by the run in {found.get('run')}: "
                         f"choose another, or remove its {OWNER} if that run has ended"
                     )
-                # Links of an earlier start of this run: what its ranks sent is not known any more.
-                others = [x for x in self._fs.ls(self._root, detail=False) if x != path]
-                for old in others:
-                    self._fs.rm(old, recursive=True)
+            # What its ranks sent is not known any more.
+            for old in held.values():
+                self._fs.rm(old, recursive=True)
             self._write(OWNER, json.dumps(owner).encode())
         except (OSError, ValueError) as error:
             raise TrainerFault(f"rollout.store={self._url} cannot be used: {error}") from error

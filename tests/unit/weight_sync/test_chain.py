@@ -149,6 +149,10 @@ def test_a_resumed_run_begins_a_new_base_and_another_run_is_refused(tmp_path: Pa
         (tmp_path / "owner.json").write_text(json.dumps({"run": "other"}))
         with pytest.raises(Exception, match=r"is used by the run in other: choose another"):
             launch(1, pushes, tmp_path, [one.url], 1)
+        (tmp_path / "thesis.txt").write_text("not the run's")
+        with pytest.raises(Exception, match=r"holds thesis.txt, but a store has only what a run"):
+            launch(1, pushes, tmp_path, [one.url], 1)
+        assert (tmp_path / "thesis.txt").exists()
 
 
 def faulty(store: Path, urls: list[str], late: str, kind: str) -> list[Any]:
