@@ -239,6 +239,14 @@ def _step(model: StepModel, slow: StepModel) -> Iterator[str]:
         f"once; its rank receives {model.received / GB:.1f} GB in {model.sync_rounds} rounds of a "
         "weight sync"
     )
+    if model.server.drafts:
+        context = step.prompt + step.resident
+        one, many = (model.server.least_accepted(count, context) for count in (1, running))
+        yield (
+            f"Its passes draft {model.server.drafts} tokens, which pays if they add more than "
+            f"{one:.2f} tokens to a single response, and {many:.2f} to each of {running} "
+            f"(accept_length); {model.server.accepted:.1f} are assumed"
+        )
     for name, value in seconds.items():
         yield f"{name:14}{value:8.1f} s{value / seconds['total']:7.0%}"
     published = ", ".join(f"{size} {mfu:.1%}" for size, mfu in PUBLISHED_MFU.items())

@@ -2,15 +2,16 @@
 
 A rank's decoding step multiplies the batch with its weights, reads the cache of each response (a
 shared prompt is stored once, and read for each), updates the states of linear attention, reduces
-over the server's ranks, and samples from logits in fp32. Not covered: memory that the scheduler
-keeps free for the rest of responses, experts that are chosen more often, speculative decoding, and
-attention that is data-parallel within a server.
+over the server's ranks, and samples from logits in fp32. With speculative decoding a step is a pass
+that drafts tokens one by one and verifies them together, and adds `accepted` of them. Not covered:
+memory that the scheduler keeps free for the rest of responses, experts that are chosen more often,
+and attention that is data-parallel within a server.
 """
 
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any, Self
 
@@ -30,6 +31,9 @@ from megavlm.planner.work import StepWork
 # states that are kept for each running request with a radix cache and overlapped scheduling;
 # memory of states over memory of keys and values (mamba_full_memory_ratio).
 SAMPLER_PASSES, STATES_PER_REQUEST, STATE_RATIO = 14, 5, 0.9
+# SGLang 0.5.23 with speculative decoding: drafts of a pass, and requests that run at a time.
+DRAFTS, DRAFTED_REQUESTS = 3, 48
+ACCEPTED = 2.0  # tokens that a pass adds; no model's value is known
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,10 @@ class ServerModel:
     per_token, per_image: FLOPs of a token in the layers, and of a prompt's image. token: Bytes of a
     token in the cache. state: Bytes of a response's states of linear attention. cache: Bytes for
     keys and values. states: Bytes for states. graphs: Largest number of requests with a CUDA graph;
-    None if every number has one. concurrency: Maximum number of prompts in flight.
+    None if every number has one. concurrency: Maximum number of prompts in flight. drafts: Tokens
+    that a pass drafts; 0 without speculative decoding. head: Bytes that a draft of all requests
+    reads: the draft head and the output layer. accepted: Tokens that a pass adds to a response.
+    most_requests: Maximum number of requests that run at a time; None without one.
     """
 
     ranks: int
@@ -62,6 +69,10 @@ class ServerModel:
     graphs: int | None
     concurrency: int
     rates: Rates
+    drafts: int = 0
+    head: float = 0.0
+    accepted: float = 1.0
+    most_requests: int | None = None
 
     @classmethod
     def of(
@@ -91,6 +102,13 @@ class ServerModel:
         if linear:
             ratio = float(config.rollout.server_args.get("mamba_full_memory_ratio") or STATE_RATIO)
         options = ServerOptions.from_config(config, config.model.folder, "cuda")
+        given, head, drafts = config.rollout.server_args, [], 0
+        if config.rollout.draft_algorithm is not None and parts.draft_head:
+            drafts = int(given.get("speculative_num_steps") or DRAFTS)
+            drafting = parts.mapping(hf_config, draft_head=True)
+            head = [x for x in drafting if x.megatron.startswith("draft_head.")]
+            head += [x for x in language if model_part(x.megatron) == output]
+        most = given.get("max_running_requests") or (DRAFTED_REQUESTS if drafts else None)
         return cls(
             ranks=ranks,
             layers=architecture["num_layers"],
@@ -109,6 +127,10 @@ class ServerModel:
             graphs=options.arguments().get("cuda_graph_max_bs_decode"),
             concurrency=_in_flight(config, work.patches / parts.patch_sizes(hf_config).merge ** 2),
             rates=rates or Rates(),
+            drafts=drafts,
+            head=max(stored_bytes(head, layout, itemsize)) if drafts else 0.0,
+            accepted=ACCEPTED if drafts else 1.0,
+            most_requests=most,
         )
 
     def max_running(self, work: StepWork) -> int:
@@ -117,22 +139,36 @@ class ServerModel:
         """
         most = int(self.cache / (self.token * (work.prompt / work.responses + work.resident)))
         if self.state:
-            most = min(most, int(self.states / self.state / STATES_PER_REQUEST))
-        return max(1, most)
+            kept = STATES_PER_REQUEST + (self.drafts + 1 if self.drafts else 0)
+            most = min(most, int(self.states / self.state / kept))
+        return max(1, min(most, self.most_requests or most))
 
     def decode_seconds(self, running: int, context: float) -> float:
-        """Return the seconds of a decoding step. context: Mean tokens of the running responses,
-        including their prompts.
+        """Return the seconds in which each of the running responses gets a token. context: Mean
+        tokens of the running responses, including their prompts.
         """
-        rates = self.rates
-        weights = self.weights + self.experts * (1 - (1 - self.routed) ** running)
-        flops = running * (self.per_token + 2 * self.vocabulary * self.hidden) / self.ranks
-        matrices = max(weights / rates.memory, flops / rates.flops)
-        moved = context * self.token + 2 * self.state + SAMPLER_PASSES * 4 * self.vocabulary
-        seconds = matrices + running * moved / rates.memory + self._exchange_seconds(running)
+        return self._pass_seconds(running, context) / self.accepted
+
+    def least_accepted(self, running: int, context: float) -> float:
+        """Return how many tokens a pass must add so that drafts pay at all."""
+        plain = replace(self, drafts=0, accepted=1.0)
+        return self._pass_seconds(running, context) / plain._pass_seconds(running, context)
+
+    def _pass_seconds(self, running: int, context: float) -> float:
+        rates, tokens = self.rates, running * (self.drafts + 1)
+        weights = self.weights + self.experts * (1 - (1 - self.routed) ** tokens)
+        output = 2 * self.vocabulary * self.hidden
+        matrices = max(
+            weights / rates.memory, tokens * (self.per_token + output) / self.ranks / rates.flops
+        )
+        states = 2 * self.state + SAMPLER_PASSES * 4 * self.vocabulary
+        moved = running * context * self.token + tokens * states
+        seconds = matrices + moved / rates.memory + self._exchange_seconds(tokens)
         if self.graphs is not None and running > self.graphs:
             seconds = max(seconds, self.layers * rates.eager)
-        return seconds + self.layers * rates.layer + rates.token
+        flops = running * (self.per_token / self.layers + output) / self.ranks
+        draft = max(self.head / rates.memory, flops / rates.flops) + rates.layer
+        return seconds + self.layers * rates.layer + rates.token + self.drafts * draft
 
     def _exchange_seconds(self, running: int) -> float:
         """Return the seconds of two all-reduces in each layer, and to gather the logits."""

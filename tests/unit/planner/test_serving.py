@@ -133,3 +133,25 @@ def test_more_ranks_reduce_more_often(tmp_path: Path) -> None:
     gained = one.decode_seconds(1, 500) - four.decode_seconds(1, 500)
     read = (one.weights - four.weights) / one.rates.memory
     assert gained < read - 56 * one.rates.all_reduce + 1e-4
+
+
+DRAFTING = "rollout.server_args.speculative_algorithm=NEXTN"
+
+
+def test_drafts_pay_where_few_requests_read_many_weights(tmp_path: Path) -> None:
+    """A pass over four tokens reads the weights once, and computes and samples four times. Three
+    drafts read the head and the output layer.
+    """
+    plain = server("qwen3_5_9b_geo3k", "Qwen3.5-9B", tmp_path)
+    model = server("qwen3_5_9b_geo3k", "Qwen3.5-9B", tmp_path, DRAFTING)
+    assert (model.drafts, model.accepted) == (3, 2.0)
+    output, layer = 248320 * 4096 * 2, 210e6 * 2  # a layer with attention of the released sizes
+    whole = 2 * 4096**2 * 2  # `mtp.fc`, on each rank
+    assert model.head == pytest.approx((output + layer) / 4 + whole, rel=0.01)
+    assert plain.max_running(WORK) > 48 == model.max_running(WORK)
+    more = "rollout.server_args.max_running_requests=4096"
+    many = server("qwen3_5_9b_geo3k", "Qwen3.5-9B", tmp_path, DRAFTING, more)
+    assert many.max_running(WORK) == int(many.states / many.state / (STATES_PER_REQUEST + 4))
+    assert 1.0 < model.least_accepted(1, 1000) < 1.5 < model.least_accepted(512, 1000)
+    one = plain.decode_seconds(1, 1000)
+    assert one / model.decode_seconds(1, 1000) == pytest.approx(2.0 / model.least_accepted(1, 1000))
