@@ -85,8 +85,8 @@ class DemoOptions:
                 if (RECIPES.parent / folder / f"{algorithm}.yaml").is_file()
             ]
             raise ValueError(
-                f"--algorithm {algorithm} (ALGORITHM or ENV of make demo) only works with "
-                "the demo's own images: with --data, leave it out"
+                f"--algorithm {algorithm} (ALGORITHM or ENV of make demo) needs the demo's "
+                "own images: with --data, leave it out"
                 + "".join(f", or give the keys of {name} as overrides" for name in keys)
             )
         if self.family not in FAMILIES:

@@ -42,11 +42,9 @@ class SeparateClipping:
             if id(shard) in self._head
             and param_is_not_tensor_parallel_duplicate(shard, part.tp_group)
         ]
-        norm, of_head = (
-            float(optimizer.get_grad_norm()),
-            get_grad_norm_fp32(
-                gradients, grad_stats_parallel_group=optimizer.get_grad_stats_parallel_group()
-            ),
+        norm = float(optimizer.get_grad_norm())
+        of_head = get_grad_norm_fp32(
+            gradients, grad_stats_parallel_group=optimizer.get_grad_stats_parallel_group()
         )
         for part in self._parts():
             policy, head = list[Tensor](), list[Tensor]()

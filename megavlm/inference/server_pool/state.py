@@ -78,8 +78,8 @@ class RestartPolicy:
     external server no longer counts for min_servers. max_missed: Failed pushes in a row after which
     a server is given up. max_mismatches: Pushes with wrong checksums, among these, after which a
     server is given up. min_servers: Fewest servers with which a run continues. needs_refit: If
-    true, a started server gets requests only after a push. abort_leaving: If true, the requests of
-    a server that the user removes are aborted, and others continue them; otherwise it ends them.
+    true, a started server gets requests only after a push. abort_leaving: Whether the requests
+    of a server that the user removes are aborted and continued by others; otherwise it ends them.
     """
 
     max_restarts: int = 3

@@ -5,8 +5,8 @@ A token n of a pack, except the first of its tree, has a slot of the head. The s
 embedding of n and the last hidden state of n's parent, the token before n. It attends to the slots
 of n's ancestors, and predicts the token after n, as the policy does at n. So the tree of a pack
 serves the head, too, and each slot is computed once. A slot's position is the number of tokens
-before the parent in its sequence, in images too, where the policy's M-RoPE counts otherwise: that
-is how servers compute the head.
+before the parent in its sequence. Servers count so in images, too, where the policy's M-RoPE counts
+in another way.
 
 Source: DeepSeek-V3 (arXiv 2412.19437, section 2.2) for the layer, SGLang 0.5.23
 (speculative/eagle_worker_v2.py, models/qwen3_5_mtp.py) for its inputs and positions.
@@ -111,8 +111,8 @@ class DraftHead(MegatronModule):
 
 
 class Slots(NamedTuple):
-    """Slots of the tokens that this rank holds. The first token of a tree has none: in the layout
-    it is a segment of its own that no other continues, and it is its own parent.
+    """Slots of the tokens that this rank holds. The first token of a tree has no slot: the layout
+    has it as a segment that no other segment continues, and as its own parent.
     """
 
     layout: PackLayout
