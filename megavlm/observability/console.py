@@ -127,19 +127,11 @@ def _fields(metrics: Mapping[str, float]) -> list[_Field]:
 
 
 def print_closing(
-    result: Mapping[str, Any],
-    rewards: Sequence[tuple[int, float]] = (),
-    console: Console | None = None,
+    result: Mapping[str, Any], rewards: Sequence[tuple[int, float]], console: Console | None = None
 ) -> None:
-    """Print the closing tables of a run. result: as returned by `result.build_result`. rewards:
-    points (step, reward) of the curve.
-    """
-    (console or Output()).print(closing(result, rewards))
-
-
-def closing(result: Mapping[str, Any], rewards: Sequence[tuple[int, float]] = ()) -> RenderableType:
-    """Return the reward curve, accuracy by category, the conclusion, time by phase, and the output
-    files.
+    """Print the reward curve of a run, accuracy by category, the conclusion, time by phase, and the
+    output files. result: as returned by `result.build_result`. rewards: points (step, reward) of
+    the curve.
     """
     parts: list[RenderableType] = []
     if len(rewards) > 1:
@@ -158,7 +150,7 @@ def closing(result: Mapping[str, Any], rewards: Sequence[tuple[int, float]] = ()
         for name, path in result["paths"].items():
             files.add_row(escape(name), escape(str(path)))
         parts.append(files)
-    return Group(*parts)
+    (console or Output()).print(Group(*parts))
 
 
 def _accuracy_table(result: Mapping[str, Any]) -> Table:

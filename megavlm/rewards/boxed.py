@@ -51,20 +51,16 @@ _DROPPED = (
 )
 
 
-def score(response: str, answer: str) -> Score:
+def score(response: str, row: Mapping[str, Any]) -> Score:
     r"""Reward 0.9 for a correct answer after the thoughts and 0.1 for one in \boxed{...}; the last
     one counts.
     """
     response = after_thinking(response)
     boxed = last_boxed(response)
     found = boxed if boxed is not None else after_answer(response)
-    correct = found is not None and is_equal(found, answer)
+    correct = found is not None and is_equal(found, row["answer"])
     reward = (1.0 - FORMAT_REWARD) * correct + FORMAT_REWARD * (boxed is not None)
     return Score(reward=reward, correct=correct)
-
-
-def of_row(response: str, row: Mapping[str, Any]) -> Score:
-    return score(response, row["answer"])
 
 
 def is_equal(left: str, right: str) -> bool:

@@ -16,8 +16,8 @@ RewardFunction = Callable[..., Any]  # signature: see base.py
 
 # Rewards that belong to no task.
 BUILT_IN_REWARDS = {
-    "boxed": "megavlm.rewards.boxed:of_row",
-    "exact_match": "megavlm.rewards.exact_match:of_row",
+    "boxed": "megavlm.rewards.boxed:score",
+    "exact_match": "megavlm.rewards.exact_match:score",
     "zero": "megavlm.rewards.zero:of_row",
 }
 _WITHOUT_ANSWER = {"zero"}

@@ -58,24 +58,6 @@ def _load_torchvision_ops() -> ModuleType:
     return module
 
 
-class PinnedMemoryHook(importlib.abc.MetaPathFinder):
-    """Import hook that makes torch's factories ignore `pin_memory` once SGLang imports its LoRA
-    code.
-    """
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname == "sglang.srt.lora":
-            sys.meta_path.remove(self)
-            import torch
-
-            for name in ("tensor", "empty", "zeros"):
-                setattr(torch, name, _unpinned(getattr(torch, name)))
-            torch.Tensor.pin_memory = lambda self, *args: self  # type: ignore[method-assign]
-        return None
-
-
 class ReplacementHook(importlib.abc.MetaPathFinder):
     """Import hook that replaces parts of SGLang's modules right after they are imported."""
 
@@ -123,6 +105,22 @@ def _compile_nothing(module: Any) -> None:
     module.compile = lambda function=None, **options: function or (lambda decorated: decorated)
 
 
+def _pin_nothing(module: Any) -> None:
+    """Make torch's factories ignore `pin_memory`, for SGLang's LoRA code."""
+    import torch
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args: self  # type: ignore[method-assign]
+
+
+def _unpinned(factory: Any) -> Any:
+    def call(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return factory(*args, **kwargs)
+
+    return call
+
+
 def _allocate_on_the_host(module: Any) -> None:
     """Give the records of routed experts plain memory. SGLang only has pinned memory of GPUs."""
     import torch
@@ -167,6 +165,7 @@ REPLACEMENTS = {
         "speculation", "keep_accepted_states"
     ),
     "sglang.srt.lora.backend.base_backend": _cover_merged_requests,
+    "sglang.srt.lora.lora_manager": _pin_nothing,
     "sglang.srt.lora.layers": _install("expert_adapters"),
     "sglang.srt.layers.quantization.fp8": _install("dequantisation"),
     "sglang.kernels.ops.attention.fla.layernorm_gated": _gate_norm,
@@ -176,13 +175,6 @@ REPLACEMENTS = {
 SEARCHED = ("sglang.srt.models.", "sglang.srt.multimodal.processors.")
 # Part of the names of the modules in them that serve the model. Every name contains the default.
 SERVED = os.environ.get("MEGAVLM_SERVED_MODULES", "")
-
-
-def _unpinned(factory: Any) -> Any:
-    def call(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
-        return factory(*args, **kwargs)
-
-    return call
 
 
 def _list_served(path: Any = None, prefix: str = "") -> Iterator[pkgutil.ModuleInfo]:
@@ -202,4 +194,4 @@ _set_start_method = multiprocessing.set_start_method
 multiprocessing.set_start_method = _fork_workers
 _load_torchvision_ops().install_hook()
 sys.modules["mcp"] = None  # type: ignore[assignment] # an import of it fails, which SGLang expects
-sys.meta_path[:0] = [PinnedMemoryHook(), ReplacementHook(dict(REPLACEMENTS))]
+sys.meta_path.insert(0, ReplacementHook(dict(REPLACEMENTS)))

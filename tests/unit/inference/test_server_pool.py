@@ -23,7 +23,6 @@ from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_pool import status, supervisor
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
-from megavlm.inference.server_pool.routing import RecoveryForecast
 from megavlm.inference.server_pool.state import State
 from megavlm.rollout.ahead.mirror import ServerStates
 from tests.fakes.server import FakeServer
@@ -76,7 +75,7 @@ def test_servers_start_together_and_nothing_is_left(tmp_path: Path, lines: list[
     with managed(tmp_path, 2, lines) as pool:
         one, other = pool.handles
         assert [state(pool, url) for url in pool.handles] == [State.STALE] * 2
-        assert pool.routable("0") == [] and pool.forecast("0") is RecoveryForecast.REFIT
+        assert pool.routable("0") == [] and pool.lacks_weights()
         assert [receiver.needs_all for receiver in pool.receivers()] == [True, True]
         assert sorted(push(pool, 0)) == sorted([one, other])
         assert [address.url for address in pool.routable("0")] == [one, other]
@@ -178,7 +177,7 @@ def test_exhausted_restarts_report_the_log(
         for ask in (
             lambda: pool.routable("1"),
             pool.receivers,
-            lambda: pool.forecast("1"),
+            pool.lacks_weights,
         ):
             with pytest.raises(RolloutServerError, match=expected):
                 ask()
