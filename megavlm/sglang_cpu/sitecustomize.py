@@ -2,7 +2,7 @@
 
 Python imports `sitecustomize` in every process whose PYTHONPATH contains this directory: the server
 and the workers that it starts. Stock SGLang needs the first four changes and the last two to run on
-a CPU; the other eight save time:
+a CPU; the other seven save time:
 
 1. torchvision must be importable with a CPU build of torch: its two missing operators are defined
    right before the first `import torchvision`, never earlier, so that a process that does not use
@@ -19,16 +19,14 @@ a CPU; the other eight save time:
 7. Many sequences attend to the KV cache in one call (cache_attention.py), not one by one.
 8. SGLang searches only the modules of the served family (MEGAVLM_SERVED_MODULES) for models and
    image processors: importing all 300, in two processes, takes a quarter of its start.
-9. A token is sampled with one random number (cumulative_sampling.py), not with one for each token
-   of the vocabulary.
-10. While requests are retracted or paused for a weight update, the scheduler sleeps until a request
+9. While requests are retracted or paused for a weight update, the scheduler sleeps until a request
    comes, as when it is idle. Otherwise it would take a whole core from that update.
-11. SGLang does not import `mcp`, which takes a second and is only for tools that a server calls
+10. SGLang does not import `mcp`, which takes a second and is only for tools that a server calls
    itself. It is installed here for tools that episodes call.
-12. Functions are not compiled: the first request would wait 20 s for a C++ compiler, and importing
+11. Functions are not compiled: the first request would wait 20 s for a C++ compiler, and importing
    torch's compiler takes a second in each process.
-13. Records of the experts of each token (enable_return_routed_experts) are in plain memory.
-14. Speculative decoding gets PyTorch operations for its kernels, and samples at a request's
+12. Records of the experts of each token (enable_return_routed_experts) are in plain memory.
+13. Speculative decoding gets PyTorch operations for its kernels, and samples at a request's
    temperature (speculation.py). SGLang has such kernels for CPUs with AMX, and takes the likeliest
    tokens there.
 """
@@ -157,7 +155,6 @@ REPLACEMENTS = {
     "sglang.srt.managers.scheduler": _sleep_in_pause,
     "sglang.srt.layers.attention.vision": _install("segment_attention"),
     "sglang.srt.layers.attention.torch_native_backend": _install("cache_attention"),
-    "sglang.srt.layers.sampler": _install("cumulative_sampling"),
     "sglang.srt.state_capturer.base": _allocate_on_the_host,
     "sglang.srt.speculative.eagle_utils": _install("speculation", "sample_at_temperature"),
     "sglang.srt.speculative.draft_utils": _install("speculation", "draft_by_own_attention"),
