@@ -103,10 +103,10 @@ def after_answer(text: str) -> str | None:
     return rest.partition("\n")[0].strip().strip("*").strip() or None
 
 
-def last_tagged(text: str, name: str = "answer") -> str | None:
-    """Return the content of the last <answer>...</answer>, or of tags of another name, or None."""
+def last_tagged(text: str) -> str | None:
+    """Return the content of the last <answer>...</answer>, or None."""
     content, start = None, None
-    for tag in re.finditer(f"<(/?){name}>", text, re.IGNORECASE):
+    for tag in re.finditer("<(/?)answer>", text, re.IGNORECASE):
         if not tag[1]:
             start = tag.end()
         elif start is not None:

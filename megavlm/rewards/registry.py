@@ -24,14 +24,14 @@ _WITHOUT_ANSWER = {"zero"}
 REWARD_MODEL = "reward_model"
 
 
-def check_reward_name(name: str, key: str = "reward.name") -> None:
+def check_reward_name(name: str) -> None:
     """Check a reward's name without loading the reward. Raises ValueError if it is unknown."""
     if name in BUILT_IN_REWARDS or is_remote(name) or IMPORT_PATH.fullmatch(name):
         return
     if reward_task(name) is None:
         known = ", ".join(sorted([*BUILT_IN_REWARDS, *BUILT_IN_TASKS, REWARD_MODEL]))
         raise ValueError(
-            f"{key}={name!r} is unknown: choose one of {known}, a function as "
+            f"reward.name={name!r} is unknown: choose one of {known}, a function as "
             "package.module:function, the package of a task, or a service as "
             "http://HOST:PORT/PATH"
         )
