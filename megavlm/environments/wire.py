@@ -83,7 +83,3 @@ def unpack_step(values: Mapping[str, Any]) -> Step:
     observation = None if shown is None else unpack_observation(shown)
     actions = [RecordedAction(**action) for action in values["actions"]]
     return Step(observation, values["reward"], values["done"], info, actions)
-
-
-def unpack_sizes(values: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    return {digest: (width, height) for digest, (width, height) in values.items()}

@@ -195,7 +195,8 @@ class Session:
         if "step" in message:
             assert self._environment is not None and self._context is not None
             self._context.shown_sizes.clear()
-            self._context.shown_sizes.update(wire.unpack_sizes(message["shown_sizes"]))
+            sizes = message["shown_sizes"].items()
+            self._context.shown_sizes.update((key, tuple(size)) for key, size in sizes)
             return wire.pack_step(await self._environment.step(message["step"]))
         values = message["reset"]
         self._tools = self._worker.tools.open()

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megavlm.evaluation.attempts import Question
 from megavlm.evaluation.statistics import Estimate, PairedTest, estimate, paired_test, pass_at_k
 
+T = TypeVar("T")
 Estimates = dict[str, Estimate]
 
 
@@ -61,17 +63,15 @@ def compare_models(first: Sequence[Question], second: Sequence[Question]) -> Mod
     if not both:
         return None
 
+    def accuracy(pairs: Sequence[tuple[Question, Question]]) -> PairedTest:
+        return paired_test([a.accuracy for a, _ in pairs], [b.accuracy for _, b in pairs])
+
     def accuracies(name: Callable[[Question], str]) -> dict[str, PairedTest]:
-        parts: dict[str, list[tuple[Question, Question]]] = {}
-        for pair in both:
-            parts.setdefault(name(pair[0]), []).append(pair)
-        return {
-            key: paired_test([a.accuracy for a, _ in part], [b.accuracy for _, b in part])
-            for key, part in sorted(parts.items())
-        }
+        parts = by(both, lambda pair: name(pair[0]))
+        return {key: accuracy(part) for key, part in parts.items()}
 
     return ModelComparison(
-        accuracy=paired_test([a.accuracy for a, _ in both], [b.accuracy for _, b in both]),
+        accuracy=accuracy(both),
         reward=paired_test([a.reward for a, _ in both], [b.reward for _, b in both]),
         by_category=accuracies(category),
         by_dataset=accuracies(dataset),
@@ -86,10 +86,10 @@ def dataset(question: Question) -> str:
     return question.row.dataset
 
 
-def by(questions: Sequence[Question], name: Callable[[Question], str]) -> dict[str, list[Question]]:
-    parts: dict[str, list[Question]] = {}
-    for question in questions:
-        parts.setdefault(name(question), []).append(question)
+def by(items: Sequence[T], name: Callable[[T], str]) -> dict[str, list[T]]:
+    parts: dict[str, list[T]] = {}
+    for item in items:
+        parts.setdefault(name(item), []).append(item)
     return dict(sorted(parts.items()))
 
 

@@ -72,11 +72,12 @@ def connect(
 ) -> Iterator[Connection]:
     """Connect to `rollout.urls`, or run servers of `model_folder` within the context.
 
-    progress: Shows the wait for servers and the progress of generation. needs_refit: If true,
-    servers get requests only after a weight push; otherwise they serve the weights that they
-    started with, which are not quantised. waits: If true, wait for the servers to start; otherwise
-    the caller calls `server_pool.wait_for_starts`. With colocate=true it always waits. beat:
-    Callback for each response. remote: The servers that other nodes of the run start on their GPUs.
+    progress: Shows the wait for servers and the progress of generation. needs_refit: Servers get
+    requests only after a weight push if this is true. Otherwise they serve the weights that they
+    started with, which are not quantised. waits: The context waits for the servers to start if this
+    is true, and always with colocate=true. Otherwise the caller calls
+    `server_pool.wait_for_starts`. beat: Callback for each response. remote: The servers that other
+    nodes of the run start on their GPUs.
     """
     if not needs_refit:  # a quantised server would start without weights
         config = replace(config, rollout=replace(config.rollout, quantization=None))

@@ -24,7 +24,7 @@ from megavlm.inference.requests import (
     RequestTimedOut,
     make_requests,
 )
-from megavlm.inference.server_pool.routing import Address, RecoveryForecast, Routing, choose_server
+from megavlm.inference.server_pool.routing import Address, Routing, choose_server
 
 if TYPE_CHECKING:
     from megavlm.data.processor import Prompt
@@ -59,9 +59,9 @@ OnComplete = Callable[[int, list[Response], GenerateFn], Coroutine[Any, Any, Non
 
 @dataclass(eq=False, kw_only=True)
 class GenerationBatch:
-    """Generation of n responses to each of `prompts`. With n = 0, prompts get no response, and
-    `on_complete` runs for each of them as soon as a server has room for its `agents`. These ask for
-    all of their responses.
+    """Generation of n responses to each of `prompts`. With n = 0, prompts get no response:
+    `on_complete` runs for each of them as soon as a server has room for its `agents`, and the
+    agents ask for all of their responses.
 
     groups: One list of responses for each prompt, filled in place. A group is complete, partly
     aborted, or empty.
@@ -341,7 +341,7 @@ class GenerationBatch:
         """Return True if no server will become usable without a refit. No request is in flight."""
         if not self._waiting or self.routing.routable(self.version):
             return False
-        return self.routing.forecast(self.version) is RecoveryForecast.REFIT
+        return self.routing.lacks_weights()
 
     async def _wait(self) -> None:
         """Wait for a response, a later turn's request, a change of a server's state, or the end of

@@ -112,10 +112,6 @@ class Request:
     last_url: str | None = None
 
     @property
-    def num_prompts(self) -> int:
-        return len(self.prompts)
-
-    @property
     def source(self) -> str:
         return self.prompts[0].row.source
 

@@ -1,17 +1,13 @@
-"""SGLang server as a context manager: none of its processes outlives the context."""
+"""An SGLang server of a run on this machine, and ports that no other run takes."""
 
 import errno
 import random
 import secrets
 import socket
-import time
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-
-import httpx
 
 from megavlm.inference.errors import RolloutServerError
 from megavlm.inference.server_args import ServerArgs, ServerOptions, command_line
@@ -26,17 +22,12 @@ SERVER_PORTS = range(20000, 22000)  # SGLang 0.5.23 takes internal ports from 22
 
 
 class ManagedServer(ServerProcess):
-    """SGLang server on this machine with random API keys, running within the context.
-
-    Entering returns once the server answers; leaving stops all its processes. `launch` returns at
-    once, and can be called again after `stop`.
+    """SGLang server on this machine with random API keys.
 
     log_path: File for the server's output; see ServerProcess. host, port: Address to listen on; a
     port of None claims a free one (ClaimedPort). first_gpu: First GPU; other ranks take the next
     GPUs. first_core: First core to which ranks are bound on a CPU. start_timeout: Seconds to become
-    healthy.
-
-    Raises RolloutServerError if the port is in use or the server does not become healthy.
+    healthy, which the server pool waits for.
     """
 
     node = 0  # trainer node that it shares memory with, for the pool of rank 0, which is there
@@ -69,44 +60,14 @@ class ManagedServer(ServerProcess):
         self.start_timeout = start_timeout
         self.tensor_parallel, self.device = options.tensor_parallel, options.device
 
-    def __enter__(self) -> "ManagedServer":
-        self.launch()
-        with ExitStack() as stack:
-            stack.callback(self.stop)  # also on Ctrl-C: no process may be left
-            self._wait_until_healthy(time.monotonic() + self.start_timeout)
-            stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def launch(self) -> None:
         """Start the processes. Raises RolloutServerError if the port is in use."""
         require_free(self.port)
         super().launch()
 
-    def check(self) -> None:
-        """Raise RolloutServerError with the end of the log if the server has died."""
-        if (reason := self.death()) is not None:
-            raise RolloutServerError(reason)
-
-    def _wait_until_healthy(self, deadline: float) -> None:
-        headers = {"Authorization": f"Bearer {self.api_key}"}
-        with httpx.Client(base_url=self.url, headers=headers, timeout=5.0) as client:
-            while time.monotonic() < deadline:
-                self.check()
-                try:
-                    # /health needs no key, /model_info does.
-                    paths = ("/health", "/model_info")
-                    if self.listens and all(client.get(path).is_success for path in paths):
-                        return
-                except httpx.TransportError:
-                    pass
-                time.sleep(0.2)
-        raise RolloutServerError(self.with_log(self.too_late))
-
     @property
     def too_late(self) -> str:
+        """Return the error of a server that does not become healthy in time."""
         return (
             f"the SGLang server on port {self.port} was not healthy after {self.start_timeout:g} s "
             "(rollout.start_timeout)"

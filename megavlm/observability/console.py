@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from megavlm.observability.phases import phase_shares
 from megavlm.observability.progress import Output
 from megavlm.observability.result import category_rows
 from megavlm.observability.terminal_chart import terminal_chart
@@ -127,19 +128,11 @@ def _fields(metrics: Mapping[str, float]) -> list[_Field]:
 
 
 def print_closing(
-    result: Mapping[str, Any],
-    rewards: Sequence[tuple[int, float]] = (),
-    console: Console | None = None,
+    result: Mapping[str, Any], rewards: Sequence[tuple[int, float]], console: Console | None = None
 ) -> None:
-    """Print the closing tables of a run. result: as returned by `result.build_result`. rewards:
-    points (step, reward) of the curve.
-    """
-    (console or Output()).print(closing(result, rewards))
-
-
-def closing(result: Mapping[str, Any], rewards: Sequence[tuple[int, float]] = ()) -> RenderableType:
-    """Return the reward curve, accuracy by category, the conclusion, time by phase, and the output
-    files.
+    """Print the reward curve of a run, accuracy by category, the conclusion, time by phase, and the
+    output files. result: as returned by `result.build_result`. rewards: points (step, reward) of
+    the curve.
     """
     parts: list[RenderableType] = []
     if len(rewards) > 1:
@@ -158,7 +151,7 @@ def closing(result: Mapping[str, Any], rewards: Sequence[tuple[int, float]] = ()
         for name, path in result["paths"].items():
             files.add_row(escape(name), escape(str(path)))
         parts.append(files)
-    return Group(*parts)
+    (console or Output()).print(Group(*parts))
 
 
 def _accuracy_table(result: Mapping[str, Any]) -> Table:
@@ -179,13 +172,12 @@ def _accuracy_table(result: Mapping[str, Any]) -> Table:
     rows = category_rows(result)
     for row in rows:
         is_last = row is rows[-1]
-        gain = None if row.before is None or row.after is None else row.after - row.before
         table.add_row(
             escape(row.category),
             str(row.count),
             _points(row.before),
             _points(row.after),
-            "-" if gain is None else points(gain),
+            points(row.gain),
             *map(_points, (row.sampled, row.valid, row.blind, row.shuffled)),
             style="bold" if is_last else None,
             end_section=len(rows) > 1 and row is rows[-2],
@@ -209,13 +201,8 @@ def _phase_table(seconds: Mapping[str, float]) -> Table:
     table.add_column("phase")
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
-    total = sum(seconds.values())
-    for phase, value in sorted(seconds.items(), key=lambda item: -item[1]):
-        table.add_row(
-            escape(phase.replace("_", " ")),
-            duration(value),
-            percent(value / total if total else None),
-        )
+    for phase, value, share in phase_shares(seconds):
+        table.add_row(escape(phase), duration(value), percent(share))
     table.add_section()
-    table.add_row("all", duration(total), "", style="bold")
+    table.add_row("all", duration(sum(seconds.values())), "", style="bold")
     return table

@@ -70,3 +70,10 @@ def seconds_outside_phases(metrics: Mapping[str, float | None]) -> float:
         metrics["seconds/total"] or 0.0
     )
     return max(0.0, (metrics["seconds/total"] or 0.0) - phases)
+
+
+def phase_shares(seconds: Mapping[str, float]) -> list[tuple[str, float, float]]:
+    """Return phases in words with their seconds and shares of the sum, the longest phase first."""
+    total = sum(seconds.values())
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    return [(phase.replace("_", " "), value, value / total) for phase, value in ordered if total]

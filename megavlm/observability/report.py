@@ -18,6 +18,7 @@ from megavlm.observability.episodes import (
 )
 from megavlm.observability.metrics import EVALUATIONS_FILE, METRICS_FILE
 from megavlm.observability.page import MAX_SIDE, EmbeddedImage, embed, render
+from megavlm.observability.phases import phase_shares
 from megavlm.observability.plots import moving_mean, window_of
 from megavlm.observability.records import Record, read_records
 from megavlm.observability.result import RESULT_FILE, CategoryRow, category_rows
@@ -67,7 +68,7 @@ def write_report(run_dir: Path | str) -> Path:
         accuracy_head=ACCURACY_HEAD,
         accuracy=[_cells(row) for row in rows],
         charts=_charts(metrics, read_records(run_dir / EVALUATIONS_FILE)),
-        phases=_phases(result["seconds_by_phase"]) if result else [],
+        phases=phase_shares(result["seconds_by_phase"]) if result else [],
         steps=sampled_steps(run_dir, images),
         shared_images=images.shared_images,
         limits=LIMITS,
@@ -86,15 +87,11 @@ def _subtitle(metrics: Sequence[Record], result: Mapping[str, Any] | None) -> st
     return " · ".join(parts)
 
 
-def _gain(row: CategoryRow) -> str:
-    return "-" if row.before is None or row.after is None else points(row.after - row.before)
-
-
 def _tiles(row: CategoryRow) -> list[tuple[str, str]]:
     tiles = [
         (percent(row.before), "accuracy before"),
         (percent(row.after), "accuracy after"),
-        (_gain(row), "points gained"),
+        (points(row.gain), "points gained"),
         (percent(row.shuffled), "with shuffled images"),
         (percent(row.blind), "blind baseline"),
         (percent(row.sampled), "sampled accuracy"),
@@ -107,7 +104,7 @@ def _cells(row: CategoryRow) -> list[object]:
     interval = "-" if row.interval is None else " to ".join(percent(end) for end in row.interval)
     shares = map(percent, (row.sampled, row.valid, row.blind, row.shuffled))
     before, after = percent(row.before), percent(row.after)
-    return [row.category, row.count, before, after, _gain(row), interval, *shares]
+    return [row.category, row.count, before, after, points(row.gain), interval, *shares]
 
 
 def _charts(metrics: Sequence[Record], evaluations: Sequence[Record]) -> list[Chart]:
@@ -176,13 +173,6 @@ def _charts(metrics: Sequence[Record], evaluations: Sequence[Record]) -> list[Ch
         draw_chart("Tokens per second", [line("tokens", "c1", "tokens_per_second")]),
     ]
     return [chart for chart in charts if chart is not None]
-
-
-def _phases(seconds: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """Return (phase, seconds, share of the sum), the longest phase first."""
-    total = sum(seconds.values())
-    ordered = sorted(seconds.items(), key=lambda item: -item[1])
-    return [(phase.replace("_", " "), value, value / total) for phase, value in ordered if total]
 
 
 def sampled_steps(run_dir: Path, images: "_Images") -> list[tuple[int, list[Record]]]:

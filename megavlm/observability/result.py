@@ -163,6 +163,10 @@ class CategoryRow:
     blind: float | None
     shuffled: float | None
 
+    @property
+    def gain(self) -> float | None:
+        return None if self.before is None or self.after is None else self.after - self.before
+
 
 def category_rows(result: Mapping[str, Any]) -> list[CategoryRow]:
     """Return one row per category, and a last one for all categories. All columns except `before`

@@ -14,6 +14,7 @@ from megavlm.writing import write_whole
 
 SAMPLES_FOLDER = "samples"
 SAMPLES_FILE = "rollouts.jsonl"
+MAX_STEPS, GROUPS = 100, 4  # sampled steps of a run, and groups of each
 
 
 class SampleWriter:
@@ -25,15 +26,12 @@ class SampleWriter:
         start_step: int = 0,
         *,
         num_steps: int,
-        max_steps: int = 100,
-        groups_per_step: int = 4,
     ) -> None:
         """Open the file. start_step: see MetricsWriter. num_steps: length of the whole run."""
         self.folder = Path(run_dir) / SAMPLES_FOLDER
         self.folder.mkdir(parents=True, exist_ok=True)
         self._num_steps = num_steps
-        self._every = -(-num_steps // max_steps)
-        self._groups_per_step = groups_per_step
+        self._every = -(-num_steps // MAX_STEPS)
         keep_records(self.folder / SAMPLES_FILE, lambda record: record["step"] <= start_step)
 
     def is_due(self, step: int) -> bool:
@@ -53,7 +51,7 @@ class SampleWriter:
         if not self.is_due(step):
             return []
         written = []
-        for group in _spread(groups)[: self._groups_per_step]:
+        for group in _spread(groups)[:GROUPS]:
             responses = [self._response(response) for response in group["responses"]]
             record = {"step": step, **self._with_names(group), "responses": responses}
             append_record(self.folder / SAMPLES_FILE, record)

@@ -27,9 +27,9 @@ def percent(share: float | None, digits: int = 1) -> str:
     return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
-def points(difference: float) -> str:
-    """Format a difference of two shares in percentage points, with its sign."""
-    return f"{100 * difference:+.1f}"
+def points(difference: float | None) -> str:
+    """Format a difference of two shares in percentage points, with its sign; None is a dash."""
+    return "-" if difference is None else f"{100 * difference:+.1f}"
 
 
 def duration(seconds: float) -> str:

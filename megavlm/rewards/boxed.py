@@ -51,20 +51,16 @@ _DROPPED = (
 )
 
 
-def score(response: str, answer: str) -> Score:
+def score(response: str, row: Mapping[str, Any]) -> Score:
     r"""Reward 0.9 for a correct answer after the thoughts and 0.1 for one in \boxed{...}; the last
     one counts.
     """
     response = after_thinking(response)
     boxed = last_boxed(response)
     found = boxed if boxed is not None else after_answer(response)
-    correct = found is not None and is_equal(found, answer)
+    correct = found is not None and is_equal(found, row["answer"])
     reward = (1.0 - FORMAT_REWARD) * correct + FORMAT_REWARD * (boxed is not None)
     return Score(reward=reward, correct=correct)
-
-
-def of_row(response: str, row: Mapping[str, Any]) -> Score:
-    return score(response, row["answer"])
 
 
 def is_equal(left: str, right: str) -> bool:
@@ -107,10 +103,10 @@ def after_answer(text: str) -> str | None:
     return rest.partition("\n")[0].strip().strip("*").strip() or None
 
 
-def last_tagged(text: str, name: str = "answer") -> str | None:
-    """Return the content of the last <answer>...</answer>, or of tags of another name, or None."""
+def last_tagged(text: str) -> str | None:
+    """Return the content of the last <answer>...</answer>, or None."""
     content, start = None, None
-    for tag in re.finditer(f"<(/?){name}>", text, re.IGNORECASE):
+    for tag in re.finditer("<(/?)answer>", text, re.IGNORECASE):
         if not tag[1]:
             start = tag.end()
         elif start is not None:

@@ -6,11 +6,7 @@ from typing import Any
 from megavlm.rewards.base import Score
 
 
-def score(response: str, answer: str) -> Score:
+def score(response: str, row: Mapping[str, Any]) -> Score:
     """Reward 1 if both are equal after white space around them is removed, otherwise 0."""
-    correct = response.strip() == answer.strip()
+    correct = response.strip() == row["answer"].strip()
     return Score(reward=float(correct), correct=correct)
-
-
-def of_row(response: str, row: Mapping[str, Any]) -> Score:
-    return score(response, row["answer"])

@@ -16,22 +16,22 @@ RewardFunction = Callable[..., Any]  # signature: see base.py
 
 # Rewards that belong to no task.
 BUILT_IN_REWARDS = {
-    "boxed": "megavlm.rewards.boxed:of_row",
-    "exact_match": "megavlm.rewards.exact_match:of_row",
+    "boxed": "megavlm.rewards.boxed:score",
+    "exact_match": "megavlm.rewards.exact_match:score",
     "zero": "megavlm.rewards.zero:of_row",
 }
 _WITHOUT_ANSWER = {"zero"}
 REWARD_MODEL = "reward_model"
 
 
-def check_reward_name(name: str, key: str = "reward.name") -> None:
+def check_reward_name(name: str) -> None:
     """Check a reward's name without loading the reward. Raises ValueError if it is unknown."""
     if name in BUILT_IN_REWARDS or is_remote(name) or IMPORT_PATH.fullmatch(name):
         return
     if reward_task(name) is None:
         known = ", ".join(sorted([*BUILT_IN_REWARDS, *BUILT_IN_TASKS, REWARD_MODEL]))
         raise ValueError(
-            f"{key}={name!r} is unknown: choose one of {known}, a function as "
+            f"reward.name={name!r} is unknown: choose one of {known}, a function as "
             "package.module:function, the package of a task, or a service as "
             "http://HOST:PORT/PATH"
         )

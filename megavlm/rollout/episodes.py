@@ -78,8 +78,8 @@ class EpisodeRunner:
         if config.environment.name == GATEWAY:
             from megavlm.rollout.gateway import play  # the only user of aiohttp
 
-            self._agents = play.AgentPlayer(config, processor, reward_manager)
-            runner.run(self._agents.start())
+            self._agents = play.AgentPlayer(config, processor, reward_manager, self._chat)
+            runner.run(self._agents.server.start())
         self.skipped: Counter[Kind] = Counter()  # prompts whose episodes could not start, by reason
 
     async def start(
@@ -211,7 +211,6 @@ class EpisodeRunner:
             assert self._teachers is not None
             where = self._name(group.prompt)
             await self._teachers.score(group, generate, self.reward_manager, where)
-        group.timed_out = not group.is_played
         if group.is_played:
             tree_parts(group)  # found now, while other groups are generated
 
@@ -223,7 +222,7 @@ class EpisodeRunner:
     async def close(self) -> None:
         await self._environments.close()
         if self._agents is not None:
-            await self._agents.close()
+            await self._agents.server.close()
         if self._teachers is not None:
             await self._teachers.close()
         await self.reward_manager.close()

@@ -121,12 +121,11 @@ class Group:
     """A prompt and the episodes that start from it. There are no episodes before their start.
 
     responses: First-turn responses sampled so far: empty, or one per episode. Some may be aborted,
-    to be continued by a later step. timed_out: True if a request of an episode was given up
-    (rollout.on_timeout), so that not all episodes are played. step: Training step at which the
-    episodes were first started; the seeds of their environments are computed from it. stage:
-    Curriculum stage of the episodes. awaits_reward: True until rewards of the whole group are
-    added. awaits_teacher: True until a teacher has scored the responses. tree: Parts of the tree of
-    its episodes, once they are found (group_tree.tree_parts).
+    to be continued by a later step. step: Training step at which the episodes were first started;
+    the seeds of their environments are computed from it. stage: Curriculum stage of the episodes.
+    awaits_reward: True until rewards of the whole group are added. awaits_teacher: True until a
+    teacher has scored the responses. tree: Parts of the tree of its episodes, once they are found
+    (group_tree.tree_parts).
 
     Example, a prompt of 70 tokens with two played episodes of one turn, of 4 and 6 tokens:
         prompt     Prompt(token_ids=[70], ...)
@@ -139,7 +138,6 @@ class Group:
     prompt: Prompt
     responses: Sequence[Response] = ()
     episodes: list[Episode] = field(default_factory=list)
-    timed_out: bool = False
     step: int | None = None
     stage: CurriculumStage | None = None
     awaits_reward: bool = False

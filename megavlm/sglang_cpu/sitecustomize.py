@@ -2,7 +2,7 @@
 
 Python imports `sitecustomize` in every process whose PYTHONPATH contains this directory: the server
 and the workers that it starts. Stock SGLang needs the first four changes and the last two to run on
-a CPU; the other eight save time:
+a CPU; the other seven save time:
 
 1. torchvision must be importable with a CPU build of torch: its two missing operators are defined
    right before the first `import torchvision`, never earlier, so that a process that does not use
@@ -19,16 +19,14 @@ a CPU; the other eight save time:
 7. Many sequences attend to the KV cache in one call (cache_attention.py), not one by one.
 8. SGLang searches only the modules of the served family (MEGAVLM_SERVED_MODULES) for models and
    image processors: importing all 300, in two processes, takes a quarter of its start.
-9. A token is sampled with one random number (cumulative_sampling.py), not with one for each token
-   of the vocabulary.
-10. While requests are retracted or paused for a weight update, the scheduler sleeps until a request
+9. While requests are retracted or paused for a weight update, the scheduler sleeps until a request
    comes, as when it is idle. Otherwise it would take a whole core from that update.
-11. SGLang does not import `mcp`, which takes a second and is only for tools that a server calls
+10. SGLang does not import `mcp`, which takes a second and is only for tools that a server calls
    itself. It is installed here for tools that episodes call.
-12. Functions are not compiled: the first request would wait 20 s for a C++ compiler, and importing
+11. Functions are not compiled: the first request would wait 20 s for a C++ compiler, and importing
    torch's compiler takes a second in each process.
-13. Records of the experts of each token (enable_return_routed_experts) are in plain memory.
-14. Speculative decoding gets PyTorch operations for its kernels, and samples at a request's
+12. Records of the experts of each token (enable_return_routed_experts) are in plain memory.
+13. Speculative decoding gets PyTorch operations for its kernels, and samples at a request's
    temperature (speculation.py). SGLang has such kernels for CPUs with AMX, and takes the likeliest
    tokens there.
 """
@@ -56,24 +54,6 @@ def _load_torchvision_ops() -> ModuleType:
     sys.modules[spec.name] = module  # the operators exist as long as the module
     spec.loader.exec_module(module)
     return module
-
-
-class PinnedMemoryHook(importlib.abc.MetaPathFinder):
-    """Import hook that makes torch's factories ignore `pin_memory` once SGLang imports its LoRA
-    code.
-    """
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname == "sglang.srt.lora":
-            sys.meta_path.remove(self)
-            import torch
-
-            for name in ("tensor", "empty", "zeros"):
-                setattr(torch, name, _unpinned(getattr(torch, name)))
-            torch.Tensor.pin_memory = lambda self, *args: self  # type: ignore[method-assign]
-        return None
 
 
 class ReplacementHook(importlib.abc.MetaPathFinder):
@@ -123,6 +103,22 @@ def _compile_nothing(module: Any) -> None:
     module.compile = lambda function=None, **options: function or (lambda decorated: decorated)
 
 
+def _pin_nothing(module: Any) -> None:
+    """Make torch's factories ignore `pin_memory`, for SGLang's LoRA code."""
+    import torch
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args: self  # type: ignore[method-assign]
+
+
+def _unpinned(factory: Any) -> Any:
+    def call(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return factory(*args, **kwargs)
+
+    return call
+
+
 def _allocate_on_the_host(module: Any) -> None:
     """Give the records of routed experts plain memory. SGLang only has pinned memory of GPUs."""
     import torch
@@ -159,7 +155,6 @@ REPLACEMENTS = {
     "sglang.srt.managers.scheduler": _sleep_in_pause,
     "sglang.srt.layers.attention.vision": _install("segment_attention"),
     "sglang.srt.layers.attention.torch_native_backend": _install("cache_attention"),
-    "sglang.srt.layers.sampler": _install("cumulative_sampling"),
     "sglang.srt.state_capturer.base": _allocate_on_the_host,
     "sglang.srt.speculative.eagle_utils": _install("speculation", "sample_at_temperature"),
     "sglang.srt.speculative.draft_utils": _install("speculation", "draft_by_own_attention"),
@@ -167,6 +162,7 @@ REPLACEMENTS = {
         "speculation", "keep_accepted_states"
     ),
     "sglang.srt.lora.backend.base_backend": _cover_merged_requests,
+    "sglang.srt.lora.lora_manager": _pin_nothing,
     "sglang.srt.lora.layers": _install("expert_adapters"),
     "sglang.srt.layers.quantization.fp8": _install("dequantisation"),
     "sglang.kernels.ops.attention.fla.layernorm_gated": _gate_norm,
@@ -176,13 +172,6 @@ REPLACEMENTS = {
 SEARCHED = ("sglang.srt.models.", "sglang.srt.multimodal.processors.")
 # Part of the names of the modules in them that serve the model. Every name contains the default.
 SERVED = os.environ.get("MEGAVLM_SERVED_MODULES", "")
-
-
-def _unpinned(factory: Any) -> Any:
-    def call(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
-        return factory(*args, **kwargs)
-
-    return call
 
 
 def _list_served(path: Any = None, prefix: str = "") -> Iterator[pkgutil.ModuleInfo]:
@@ -202,4 +191,4 @@ _set_start_method = multiprocessing.set_start_method
 multiprocessing.set_start_method = _fork_workers
 _load_torchvision_ops().install_hook()
 sys.modules["mcp"] = None  # type: ignore[assignment] # an import of it fails, which SGLang expects
-sys.meta_path[:0] = [PinnedMemoryHook(), ReplacementHook(dict(REPLACEMENTS))]
+sys.meta_path.insert(0, ReplacementHook(dict(REPLACEMENTS)))

@@ -20,7 +20,6 @@ from megavlm.subprocess_pool.wire import Replies, frame
 
 START_SECONDS = 120.0
 MAX_OUTPUT = 2**20  # bytes that may be printed in one call
-MAX_REPLY = 2**16
 # Variables that the process inherits. The trainer's credentials are not among them.
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")
 # The memory limit counts address space, of which each thread's arena would reserve 64 MB.
@@ -102,7 +101,7 @@ class LimitedProcess(ChildProcess):
         *,
         what: str,
         memory_mb: int,
-        max_reply: int = MAX_REPLY,
+        max_reply: int,
     ) -> None:
         """Start the process, and wait until it has loaded the user's code. max_reply: Limit of a
         reply in bytes. The other arguments are those of ChildProcess.

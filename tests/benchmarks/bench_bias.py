@@ -14,6 +14,7 @@ from megavlm.inference.protocol import bearer
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_support.megavlm_bias import SharedBias
+from tests.support.servers import run_server
 
 REQUESTS, VOCABULARY, SUPPRESSED = 256, 151936, 400
 SERVED, TOKENS = 64, 32  # requests at once, and tokens of each
@@ -66,7 +67,7 @@ def bench_served_bias(tmp_path: Path) -> None:
     }
     took: dict[str, list[float]] = {name: [] for name in biases}
     options = ServerOptions(folder, dtype="float32", device="cpu")
-    with ManagedServer(options, log_path=tmp_path / "server.log") as server:
+    with run_server(ManagedServer(options, log_path=tmp_path / "server.log")) as server:
         for turn in range(4):
             for name, given in biases.items():
                 body = {

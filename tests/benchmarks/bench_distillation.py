@@ -31,6 +31,7 @@ from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.teacher import API_KEY
 from megavlm.observability.result import RESULT_FILE
+from tests.support.servers import run_server
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "debug"
 HEAD = """| Seed | Teacher | Student before | GRPO alone | Teacher alone | Both |
@@ -96,7 +97,7 @@ def served(stack: ExitStack, folder: Path) -> str:
     options = ServerOptions(folder, dtype="float32", device="cpu")
     server = ManagedServer(options, log_path=log.name)
     server.api_key = KEY
-    return stack.enter_context(server).url
+    return stack.enter_context(run_server(server)).url
 
 
 def one_teacher(demo: Path, seed: int, url: str, common: Sequence[str]) -> str:

@@ -27,6 +27,7 @@ from tests.fakes.fixed_servers import FixedServers
 from tests.sglang.conftest import model_folder
 from tests.sglang.questions import prompts
 from tests.support.random_images import image
+from tests.support.servers import run_server
 
 SESSIONS, TURNS, SIDE = 16, 6, 280  # a screenshot of 280 x 280 pixels has 100 tokens
 LENGTH, TOOL_SECONDS = 8, 0.2  # tokens of a response
@@ -39,7 +40,7 @@ def bench_sessions(tmp_path: Path) -> None:
     options = ServerOptions(folder, "float32", "cpu", server_args=size)
     processor = Processor(folder, DATA, family_of(folder))
     print(f"\n{SESSIONS} sessions of {TURNS} turns")
-    with ManagedServer(options, log_path=tmp_path / "log") as server:
+    with run_server(ManagedServer(options, log_path=tmp_path / "log")) as server:
         for name, most in (("before", None), ("now", TURNS * 130)):
             _measure(name, server, processor, RequestLimits(session_tokens=most))
 

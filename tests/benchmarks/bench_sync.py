@@ -44,6 +44,7 @@ from tests.parity.inputs import QUESTION
 from tests.parity.runs import build
 from tests.parity.table import Ranks
 from tests.support.fork import launch
+from tests.support.servers import run_server
 from tests.unit.weight_sync.test_slices import SERVER, SHAPES, make_plan, pushes
 
 REPEATS = 3
@@ -72,7 +73,7 @@ def bench_sync(tmp_path: Path) -> None:
             log_path=tmp_path / f"server-{ranks}.log",
             start_timeout=900.0,
         )
-        with server:
+        with run_server(server):
             keys = {"api_key": server.api_key, "admin_key": server.admin_key}
             receiver = Receiver(server.url, ranks, "cpu", False, **keys, node=0)
             print(f"\nserver of {ranks} rank{'s' if ranks > 1 else ''}")
@@ -147,7 +148,7 @@ def bench_deltas(tmp_path: Path) -> None:
     make_tiny_model(folder, [QUESTION] * 10, seed=0, family="qwen2_5_vl", **SIZES["0.3B"])
     options = ServerOptions(folder, dtype="bfloat16", device="cpu", tensor_parallel=2)
     server = ManagedServer(options, log_path=tmp_path / "server.log", start_timeout=900.0)
-    with server:
+    with run_server(server):
         keys = {"api_key": server.api_key, "admin_key": server.admin_key}
         receiver = Receiver(server.url, 2, "cpu", False, **keys, node=0)
         for kind in ("tensor", "distributed"):

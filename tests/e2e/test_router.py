@@ -24,6 +24,7 @@ from tests.e2e.conftest import World
 from tests.e2e.running import running
 from tests.e2e.test_replay import weights
 from tests.support.forked_servers import forking_servers
+from tests.support.servers import wait_until_healthy
 from tests.support.timeouts import scaled
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -63,7 +64,7 @@ def servers(world: World, folder: Path) -> Iterator[list[ManagedServer]]:
             stack.callback(server.stop)
             both.append(server)
         for server in both:
-            server._wait_until_healthy(time.monotonic() + START)
+            wait_until_healthy(server)
         yield both
 
 

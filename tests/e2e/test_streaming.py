@@ -4,18 +4,16 @@ and a replay of the same rollouts without streaming.
 
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megavlm.checkpointing.folder import step_folder
-from megavlm.checkpointing.reader import StepReader
-from megavlm.observability.records import read_records
 from megavlm.process import ExitCode
 from tests.e2e.conftest import World
 from tests.e2e.running import running
+from tests.e2e.test_replay import weights
+from tests.e2e.test_staleness import rows_of_steps
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -36,19 +34,6 @@ SECTIONS: dict[str, Any] = {
     "checkpoint": {"every": 2, "keep_last": None, "export_hf": False},
 }
 ROLLOUT = {"max_new_tokens": 60, "streaming": True, "concurrency": 2}
-
-
-def rows_of_steps(folder: Path) -> dict[int, list[str]]:
-    """Return the rows that each step of the run's records trained on."""
-    found: dict[int, list[str]] = {}
-    for record in read_records(folder / "samples/rollouts.jsonl"):
-        found.setdefault(record["step"], []).append(record["source"])
-    return found
-
-
-def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    reader = StepReader(step_folder(folder / "checkpoints", step))
-    return {key: reader.read(key) for key in reader.tensors if key.startswith("language_model.")}
 
 
 def test_a_run_in_a_stream_is_its_replay_without(world: World) -> None:

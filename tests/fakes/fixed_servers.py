@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from megavlm.inference.errors import RolloutServerError
-from megavlm.inference.server_pool.routing import Address, RecoveryForecast
+from megavlm.inference.server_pool.routing import Address
 
 
 class FixedServers:
@@ -27,7 +27,7 @@ class FixedServers:
     def routable(self, version: str | None) -> list[Address]:
         return list(self._addresses)
 
-    def forecast(self, version: str | None) -> RecoveryForecast:
+    def lacks_weights(self) -> bool:
         raise AssertionError("they are always routable")
 
     def lost(self, url: str, version: str | None) -> bool:

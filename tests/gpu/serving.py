@@ -43,6 +43,7 @@ from tests.gpu import model, shapes
 from tests.gpu.lines import checking, report
 from tests.support.generation import generate
 from tests.support.random_images import image
+from tests.support.servers import run_server
 
 RELEASE = "Qwen2.5-VL-3B"
 # What the carried packages lack is not asked for: no xgrammar, no kernels but Triton's and torch's.
@@ -102,7 +103,7 @@ def main() -> None:
 def measure_server(options: ServerOptions, log: Path, transport: str, *, is_whole: bool) -> None:
     """Start a server, and report what it is measured by: only images, if not `is_whole`."""
     start = time.monotonic()
-    with ManagedServer(options, log_path=log, start_timeout=240) as server:
+    with run_server(ManagedServer(options, log_path=log, start_timeout=240)) as server:
         report("server", seconds=time.monotonic() - start)
         routing = FixedServers(server.url, api_key=server.api_key, is_local=True)
         with RolloutClient(routing) as client:

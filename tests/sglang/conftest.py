@@ -25,6 +25,7 @@ from tests.sglang.questions import QUESTION
 from tests.support.cache import cached_folder
 from tests.support.families import model_type
 from tests.support.forked_servers import forked
+from tests.support.servers import run_server
 
 PLAIN = "qwen2_5_vl"
 
@@ -109,7 +110,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
                 ServerOptions(folder, dtype="float32", device="cpu"), log_path=log
             )
             if family == PLAIN:  # as a user starts it
-                plain.enter_context(server)
+                plain.enter_context(run_server(server))
             else:
                 others.enter_context(forked(server))
             processor = Processor(folder, DATA, family_of(folder))

@@ -27,6 +27,7 @@ from tests.sglang.conftest import Served
 from tests.sglang.questions import prompts
 from tests.support.forked_servers import forking_servers
 from tests.support.generation import generate
+from tests.support.servers import run_server
 from tests.support.timeouts import scaled
 
 pytestmark = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
@@ -38,8 +39,8 @@ from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 options = ServerOptions(sys.argv[1], dtype="float32", device="cpu")
-with ManagedServer(options, log_path=sys.argv[2]):
-    pass
+ManagedServer(options, log_path=sys.argv[2]).launch()
+sys.stdin.read()
 """
 
 
@@ -115,7 +116,8 @@ def test_folder_that_sglang_cannot_serve(folder: Path, tmp_path: Path) -> None:
         ServerOptions(broken, dtype="float32", device="cpu"), log_path=tmp_path / "server.log"
     )
     with pytest.raises(RolloutServerError, match=r"ended with exit code(.|\n)*num_hidden_layers"):
-        server.__enter__()
+        with run_server(server):
+            pass
 
 
 @pytest.mark.slow
@@ -147,7 +149,7 @@ def test_a_forked_server_ends_with_the_process_that_started_it(
     receiver, sender = multiprocessing.Pipe(duplex=False)
 
     def start() -> None:
-        with server:
+        with run_server(server):
             sender.send([process.pid for process in group(server)])
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -159,5 +161,5 @@ def test_a_forked_server_ends_with_the_process_that_started_it(
         _, alive = psutil.wait_procs(processes, timeout=scaled(30))
         starter.join()
         assert not alive
-        with server:
+        with run_server(server):
             assert group(server), "the next one starts"

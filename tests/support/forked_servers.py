@@ -25,6 +25,7 @@ from megavlm import sglang_cpu
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.inference.server_process import SERVER_MAIN
+from tests.support.servers import run_server
 
 FORKED = Path(__file__).with_name("sglang_forks.py")
 TESTS = Path(__file__).parents[1]
@@ -63,7 +64,7 @@ def forked(server: ManagedServer) -> Iterator[ManagedServer]:
     """Run a server within the context; it is forked."""
     with ExitStack() as stack:
         with forking_servers():
-            stack.enter_context(server)
+            stack.enter_context(run_server(server))
         yield server
 
 

@@ -6,11 +6,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from megavlm import sglang_cpu
 from megavlm.families import FAMILIES
-from megavlm.sglang_cpu.cumulative_sampling import draw
 from tests.support.timeouts import scaled
 
 
@@ -91,43 +89,6 @@ print(hasattr(torch.ops.sgl_kernel, "convert_weight_packed"))
         "True",
         "False",
     ]
-
-
-def test_tokens_are_drawn_by_their_probabilities() -> None:
-    torch.manual_seed(0)
-    probs, draws = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2, 0.0], [1.0, 0, 0, 0, 0, 0]]), 100_000
-    tokens = draw(probs.repeat_interleave(draws, 0)).view(2, draws)
-    assert tokens.dtype == torch.int32
-    for drawn, wanted in zip(tokens, probs, strict=True):
-        found = drawn.bincount(minlength=6) / draws
-        assert (found - wanted).abs().max() < 5 * 0.5 / draws**0.5
-        assert not found[wanted == 0].any()
-
-
-def test_tokens_of_the_smallest_probability_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    probs = torch.tensor([1.0, *[1e-10] * 1000])  # their sum in float32 is 1
-    for token in (1, 500, 1000):
-        place = torch.tensor([[1 + (token - 0.5) * 1e-10]], dtype=torch.float64) / (1 + 1e-7)
-        monkeypatch.setattr(torch, "rand", lambda *_, drawn=place, **__: drawn)
-        assert draw(probs[None]).tolist() == [token]
-    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1, 1, dtype=torch.float64))
-    assert draw(torch.tensor([[0.0, 0.5, 0.5]])).tolist() == [1], "never one of 0"
-
-
-def test_no_token_is_drawn_by_probabilities_that_are_not_finite() -> None:
-    with pytest.raises(RuntimeError, match="are not finite"):
-        draw(torch.tensor([[0.5, 0.5], [torch.nan, 0.5]]))
-
-
-@pytest.mark.slow
-@pytest.mark.sglang
-def test_a_server_draws_tokens_so() -> None:
-    program = """
-import torch
-from sglang.srt.layers.sampler import sampling_from_probs_torch as sample
-print(sample.__module__, sample(torch.eye(3), None, torch.arange(3)).tolist())
-"""
-    assert run(program, SGLANG_USE_CPU_ENGINE="1") == "cumulative_sampling [0, 1, 2]\n"
 
 
 @pytest.mark.slow

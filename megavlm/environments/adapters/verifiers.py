@@ -22,6 +22,7 @@ from megavlm.environments.tools.calls import MalformedCall, read_reply
 from megavlm.import_path import IMPORT_PATH, import_object
 from megavlm.numbers import at_least
 from megavlm.rewards.base import Example, Score
+from megavlm.rewards.services import data_url
 
 T = TypeVar("T")
 
@@ -192,15 +193,11 @@ def _their_content(parts: Sequence[str | Image]) -> Any:
     if not any(isinstance(part, Image) for part in parts):
         return "".join(map(str, parts))
     return [
-        {"type": "image_url", "image_url": {"url": f"data:;base64,{_text(part)}"}}
+        {"type": "image_url", "image_url": {"url": data_url(part.data)}}
         if isinstance(part, Image)
         else {"type": "text", "text": part}
         for part in parts
     ]
-
-
-def _text(image: Image) -> str:
-    return base64.b64encode(image.data).decode()
 
 
 def _our_message(message: Any) -> ChatMessage:

@@ -10,7 +10,7 @@ from pathlib import Path
 from megavlm.inference.server_pool.catch_up import CatchUp
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.receivers import Receiver
-from megavlm.inference.server_pool.routing import Address, RecoveryForecast
+from megavlm.inference.server_pool.routing import Address
 from megavlm.inference.server_pool.state import SERVING, Event, EventKind, RestartPolicy, State
 from megavlm.inference.server_pool.supervisor import Supervisor
 
@@ -123,17 +123,12 @@ class ServerPool(CatchUp):
                 if self._records[url].routable(version)
             ]
 
-    def forecast(self, version: str | None) -> RecoveryForecast:
+    def lacks_weights(self) -> bool:
         with self._lock:
             self._check()
             states = {record.state for record in self._records.values()}
-            if State.SUSPECT in states:
-                return RecoveryForecast.WAIT  # a probe will decide its state soon
-            return (
-                RecoveryForecast.REFIT
-                if states & {State.STALE, State.HEALTHY}
-                else RecoveryForecast.WAIT
-            )
+            # A probe decides the state of a suspect server soon.
+            return State.SUSPECT not in states and bool(states & {State.STALE, State.HEALTHY})
 
     def lost(self, url: str, version: str | None) -> bool:
         with self._lock:

@@ -38,8 +38,8 @@ class Probes:
     async def check_started(self, handle: ServerHandle, *, resume: bool) -> None:
         """Check that the server is ready, and set what its handle says of it.
 
-        /health needs no key, /server_info does. resume: If true, an external server that was left
-        paused is resumed first. Raises Refused if the version of SGLang is too old, or if an
+        /server_info needs a key, which /health does not. resume: True to resume an external server
+        first that was left paused. Raises Refused if the version of SGLang is too old, or if an
         external server does not meet its requirements.
         """
         if handle.server is not None and not handle.server.listens:

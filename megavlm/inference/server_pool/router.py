@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from megavlm.inference.server_pool.pool import ServerPool
-from megavlm.inference.server_pool.routing import Address, RecoveryForecast
+from megavlm.inference.server_pool.routing import Address
 from megavlm.inference.server_pool.state import ANSWERING, State
 
 
@@ -27,8 +27,8 @@ class BehindRouter:
         answering = {url for url in urls if self._server_pool.record(url).state in ANSWERING}
         return [self._address] if current and current == answering else []
 
-    def forecast(self, version: str | None) -> RecoveryForecast:
-        return self._server_pool.forecast(version)
+    def lacks_weights(self) -> bool:
+        return self._server_pool.lacks_weights()
 
     def lost(self, url: str, version: str | None) -> bool:
         return all(self._server_pool.lost(server, version) for server in self._server_pool.handles)

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Protocol
 
 SLACK = 1.25  # load of a server, relative to the mean, above which requests go to others
@@ -26,17 +25,10 @@ class Address:
     cache_tokens: int | None = None
 
 
-class RecoveryForecast(Enum):
-    """How a server can become routable when none is."""
-
-    WAIT = "wait"  # a server may become routable by itself, or come back stale
-    REFIT = "refit"  # a server answers but lacks the weights
-
-
 class Routing(Protocol):
     """The rollout client's view of the servers. Every method may be called from any thread.
 
-    `routable` and `forecast` raise RolloutServerError when too few servers are left.
+    `routable` and `lacks_weights` raise RolloutServerError when too few servers are left.
     """
 
     def routable(self, version: str | None) -> list[Address]:
@@ -44,7 +36,10 @@ class Routing(Protocol):
         None.
         """
 
-    def forecast(self, version: str | None) -> RecoveryForecast: ...
+    def lacks_weights(self) -> bool:
+        """Return True if, where no server is routable, a weight push makes one so: one answers but
+        lacks the weights. Otherwise a server may become routable by itself, or come back stale.
+        """
 
     def lost(self, url: str, version: str | None) -> bool:
         """Return True if a server will not answer its requests in flight with weights `version`."""

@@ -77,9 +77,10 @@ class RestartPolicy:
     server counts as dead. start_timeout: Time to become healthy; also the absence after which an
     external server no longer counts for min_servers. max_missed: Failed pushes in a row after which
     a server is given up. max_mismatches: Pushes with wrong checksums, among these, after which a
-    server is given up. min_servers: Fewest servers with which a run continues. needs_refit: If
-    true, a started server gets requests only after a push. abort_leaving: Whether the requests
-    of a server that the user removes are aborted and continued by others; otherwise it ends them.
+    server is given up. min_servers: Fewest servers with which a run continues. needs_refit: True
+    if a started server gets requests only after a push. abort_leaving: True if the requests of a
+    server that the user removes are aborted and continued by others. It ends them itself if this is
+    false.
     """
 
     max_restarts: int = 3

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from megavlm.inference.server_pool.pool import ServerPool
-from megavlm.inference.server_pool.routing import Address, RecoveryForecast
+from megavlm.inference.server_pool.routing import Address
 from megavlm.inference.server_pool.state import SERVING, State
 
 Report = tuple[str, str, str]  # name of a ServerPool method, server URL, reason or ""
@@ -47,11 +47,9 @@ class ServerProxy:
         states = self._servers.states
         return [a for url, a in self._servers.addresses.items() if states[url] is State.HEALTHY]
 
-    def forecast(self, version: str | None) -> RecoveryForecast:
-        states = set(self._servers.states.values())
-        if State.SUSPECT in states or State.STALE not in states:
-            return RecoveryForecast.WAIT
-        return RecoveryForecast.REFIT
+    def lacks_weights(self) -> bool:
+        states = self._servers.states.values()
+        return State.STALE in states and State.SUSPECT not in states
 
     def lost(self, url: str, version: str | None) -> bool:
         return self._servers.states[url] not in SERVING

@@ -27,12 +27,12 @@ RETURN_SECONDS = 1.0  # that an agent has to return once it has posted a reward
 class AgentPlayer:
     """Plays episodes in which an agent asks the gateway for responses."""
 
-    def __init__(self, config: Config, processor: Processor, reward_manager: RewardManager) -> None:
+    def __init__(
+        self, config: Config, processor: Processor, reward_manager: RewardManager, chat: ChatFormat
+    ) -> None:
+        """chat: Form of the policy's responses. The caller starts and closes `server`."""
         settings = config.environment
-        self._processor, self._reward_manager = processor, reward_manager
-        self._chat = ChatFormat(
-            processor.chat_template.call_form, processor.chat_template.opens_thought
-        )
+        self._processor, self._reward_manager, self._chat = processor, reward_manager, chat
         assert settings.max_tokens is not None, "the configuration is checked"
         self._limits = SessionLimits(
             config.rollout.max_new_tokens,
@@ -40,14 +40,7 @@ class AgentPlayer:
             settings.max_tokens,
             settings.max_images,
         )
-        self._server = GatewayServer(settings.options.get("host", "127.0.0.1"))
-
-    async def start(self) -> None:
-        """Start the server. Raises ValueError if its address cannot be bound."""
-        await self._server.start()
-
-    async def close(self) -> None:
-        await self._server.close()
+        self.server = GatewayServer(settings.options.get("host", "127.0.0.1"))
 
     async def play(self, episode: Episode, ask: GenerateFn, name: str) -> None:
         """Play an episode to its end, or until a request times out. name: Name of the environment
@@ -70,7 +63,7 @@ class AgentPlayer:
             lambda response, texts: environment.note(details(response, texts)),
         )
         with suppress(RequestTimedOut):
-            async with self._server.open(session) as url:
+            async with self.server.open(session) as url:
                 try:
                     step = await _run(environment, session, url)
                     reward, score = step_score(step, name, 0.0)

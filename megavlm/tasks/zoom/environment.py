@@ -53,23 +53,17 @@ class Zoom(ToolEnvironment):
         self._coordinates: Coordinates = coordinates or context.chat.coordinates
         self._min_tokens = min_tokens
 
-    @classmethod
-    def check_options(
-        cls, coordinates: Any = None, min_tokens: Any = 256, show_tools: Any = True, **others: Any
-    ) -> None:
-        """Check the options of a recipe. Raises ValueError for a value that cannot be used. others:
-        Options of a class that extends this one.
-        """
-        if coordinates not in (None, *_DESCRIPTIONS):
+    async def check(self) -> None:
+        """Raise ValueError for an option that cannot be used."""
+        if self._coordinates not in _DESCRIPTIONS:
             raise ValueError(
-                f"environment.options.coordinates={coordinates!r} must be relative or pixels"
+                f"environment.options.coordinates={self._coordinates!r} must be relative or pixels"
             )
-        if type(min_tokens) is not int or min_tokens < 1:
+        if type(self._min_tokens) is not int or self._min_tokens < 1:
             raise ValueError(
-                f"environment.options.min_tokens={min_tokens!r} must be a number of at least 1"
+                f"environment.options.min_tokens={self._min_tokens!r} must be a number of at "
+                "least 1"
             )
-        if not isinstance(show_tools, bool):
-            raise ValueError(f"environment.options.show_tools={show_tools!r} must be true or false")
 
     async def reset(self, row: Example, seed: int) -> Observation:
         self._files = list(row.images)

@@ -317,8 +317,10 @@ def test_a_step_that_comes_as_its_session_ends_is_answered() -> None:
     }
 
 
-@pytest.mark.parametrize("on_close", ["", "raise", "hang"])
-@pytest.mark.parametrize("name", ["Keeping", "Plain"])
+@pytest.mark.parametrize(
+    ("name", "on_close"),
+    [("Keeping", ""), ("Keeping", "raise"), ("Keeping", "hang"), ("Plain", "")],
+)
 def test_a_run_s_end_closes_each_session_once_and_in_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, on_close: str
 ) -> None:

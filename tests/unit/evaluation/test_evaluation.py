@@ -75,7 +75,7 @@ def run(policy: LookingPolicy, **options: Any) -> Any:
         return [
             Answer(text, found.correct, found.failure)
             for text, row in zip(texts, rows, strict=True)
-            for found in [reward(text, row.answer)]
+            for found in [reward(text, {"answer": row.answer})]
         ]
 
     rows = options.pop("rows", TEST)
@@ -110,8 +110,8 @@ def test_every_measure() -> None:
 def test_rewards_that_failed_are_told() -> None:
     """They count as wrong, and nobody takes an outage for a bad model."""
 
-    def failing(text: str, answer: str) -> Any:
-        return Score(0.0, False, failure="remote" if answer == "blue" else None)
+    def failing(text: str, row: Any) -> Any:
+        return Score(0.0, False, failure="remote" if row["answer"] == "blue" else None)
 
     result = run(LookingPolicy([]), reward=failing, sampled=False)
     assert result.to_dict()["failures"] == {"remote": 2}, "greedy and shuffled"

@@ -98,7 +98,7 @@ def test_fault_is_retried(fault: Fault) -> None:
         assert len(fake.requests) == 3
 
 
-@pytest.mark.parametrize("fault", ["500", "hang", *MALFORMED])
+@pytest.mark.parametrize("fault", ["500", "hang", "garbage"])
 def test_retries_are_bounded(fault: Fault) -> None:
     with FakeServer(*[fault] * 20) as fake:
         with pytest.raises(RolloutServerError, match=rf"rows.parquet:7 in {ATTEMPTS} attempts"):

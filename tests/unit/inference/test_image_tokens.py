@@ -33,7 +33,7 @@ def sizes(prompts: list[Prompt], limits: RequestLimits) -> list[tuple[int, int]]
     requests = make_requests(prompts, 2, SHORT, begun, limits, num_servers=1)  # type: ignore[arg-type]
     assert [index for request in requests for index in request.indices] == [*range(len(prompts))]
     assert [p for request in requests for p in request.prompts] == prompts
-    return [(request.num_prompts, request.slots) for request in requests]
+    return [(len(request.prompts), request.slots) for request in requests]
 
 
 def test_requests_of_large_images_hold_fewer_prompts() -> None:

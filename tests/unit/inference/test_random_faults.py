@@ -1,12 +1,9 @@
-"""Twenty random faults in fifty steps: each prompt is answered once, by the weights of its step.
-
-And of three servers that join and leave at random, no token is recorded under a version by whose
-weights it was not sampled.
+"""Three servers fail, join and leave at random: each prompt is answered by the weights of its step,
+and no token is recorded under a version by whose weights it was not sampled.
 """
 
 import random
 import time
-from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,68 +21,15 @@ from megavlm.inference.server_pool.pool import ServerPool
 from megavlm.inference.server_pool.state import LEFT, RestartPolicy
 from tests.fakes.server import FakeServer, Fault
 from tests.support.generation import generate
-from tests.support.levels import slow
 from tests.support.prompts import make_prompt
 from tests.support.timeouts import scaled
 
 SAMPLING = SamplingParams(temperature=1.0, max_new_tokens=300)  # a request for each prompt
-STEPS, FAULTS, PROMPTS = 50, 20, 6
-KINDS = [*(fault for fault in get_args(Fault) if fault != "400"), "other weights", "aborted"]
+PROMPTS = 6
 # Of a random server. A "replaced" one has other weights, and says that they are those of the step,
 # as a server of another run might.
-COMING_AND_GOING = ("add", "remove", "push fails", "other weights", "replaced", "500", "reset")
-
-
-def push(pool: ServerPool, version: int, fakes: dict[str, FakeServer]) -> None:
-    for receiver in pool.receivers():
-        fakes[receiver.url].weight_version = str(version)
-        pool.refitted(receiver.url, str(version))
-
-
-def break_(fake: FakeServer, kind: str, step: int) -> None:
-    if kind == "other weights":
-        fake.weight_version = "default"
-    elif kind == "aborted":
-        fake.held = {PROMPTS * step}
-        fake.held_once = True
-        fake.aborted.set()
-    else:
-        fake.script.append(kind)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("seed", [0, *slow(1)])
-def test_the_ledger_has_no_gap_and_no_double(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "TICK", 0.01)
-    rng = random.Random(seed)
-    faults: dict[int, list[str]] = {}
-    for step in rng.sample(range(STEPS), FAULTS):
-        faults[step] = [rng.choice(KINDS)]
-    ledger: Counter[tuple[int, int]] = Counter()
-    with FakeServer(only_generate=True) as a, FakeServer(only_generate=True) as b:
-        fakes = {fake.url: fake for fake in (a, b)}
-        with ServerPool([ServerHandle(url) for url in fakes], policy=RestartPolicy()) as pool:
-            limits = RequestLimits(total=scaled(1.0), body=scaled(0.5), retry_delay=0.0)
-            with RolloutClient(pool, limits) as client:
-                for step in range(STEPS):
-                    push(pool, step, fakes)
-                    for kind in faults.get(step, ()):
-                        break_(rng.choice([a, b]), kind, step)
-                    prompts = [make_prompt(first_id=PROMPTS * step + i) for i in range(PROMPTS)]
-                    groups = generate(
-                        client,
-                        prompts,
-                        n=2,
-                        sampling_params=SAMPLING,
-                        weight_version=step,
-                        refit=lambda step=step: push(pool, step, fakes),
-                    )
-                    for prompt, group in zip(prompts, groups, strict=True):
-                        assert len(group) == 2
-                        for response in group:
-                            assert {span.version for span in response.spans} == {str(step)}
-                            assert prompt.short_ids[0] in response.token_ids
-                            ledger[step, prompt.row.index] += 1
-    assert set(ledger.values()) == {2} and len(ledger) == STEPS * PROMPTS
+COMING_AND_GOING = ("add", "remove", "push fails", "other weights", "replaced", "aborted")
+FAULTS = [*COMING_AND_GOING, *(fault for fault in get_args(Fault) if fault != "400")]
 
 
 def weights_of(version: int) -> float:
@@ -102,7 +46,7 @@ class Changes:
         self.failing: set[str] = set()
 
     def fault(self, step: int) -> None:
-        fake, kind = self.rng.choice([*self.fakes.values()]), self.rng.choice(COMING_AND_GOING)
+        fake, kind = self.rng.choice([*self.fakes.values()]), self.rng.choice(FAULTS)
         match kind:
             case "add" | "remove":
                 ask_for(self.folder, fake.url, kind)
@@ -116,6 +60,9 @@ class Changes:
                 if fake.url in self.pool.handles and self.pool.record(fake.url).state in LEFT:
                     fake.weight_version, fake.logprob = str(step), 0.0
                 ask_for(self.folder, fake.url, "add")
+            case "aborted":
+                fake.held, fake.held_once = {PROMPTS * step}, True
+                fake.aborted.set()
             case _:
                 fake.script.append(kind)
 
@@ -142,7 +89,7 @@ def test_no_token_is_recorded_under_a_version_that_did_not_sample_it(
     monkeypatch.setattr(supervisor, "TICK", 0.005)
     monkeypatch.setattr(supervisor, "CHANGES_EVERY", 0.01)
     policy = RestartPolicy(back_off=0.1, max_missed=100, start_timeout=scaled(60))
-    limits = RequestLimits(total=scaled(5.0), body=scaled(2.0), retry_delay=0.0)
+    limits = RequestLimits(total=scaled(1.0), body=scaled(0.5), retry_delay=0.0)
     states = tmp_path / "servers.json"
     with ExitStack() as stack:
         fakes = [stack.enter_context(FakeServer(only_generate=True)) for _ in range(3)]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from megavlm.inference.server_args import ServerOptions, command_line
 from megavlm.inference.server_main import LOOK_EVERY, SHARED_MEMORY, shared_memory_of
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.probes import Probes, Unreachable
+from tests.support.servers import run_server
 from tests.support.timeouts import scaled
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -66,12 +67,10 @@ def descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-@pytest.mark.parametrize("mode", ["ok", "stubborn"])
-def test_nothing_is_left(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STUB", mode)
+def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB", "stubborn")
     before = set(descendants())
-    with managed(tmp_path) as server:
-        server.check()
+    with run_server(managed(tmp_path)) as server:
         started = set(descendants()) - before
         assert len(started) == 3  # the server, its reaper, its worker
         temporary = Path(psutil.Process(server._process.pid).environ()["TMPDIR"])
@@ -83,7 +82,7 @@ def test_nothing_is_left(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_keys_are_in_no_list_environment_or_log(tmp_path: Path) -> None:
-    with managed(tmp_path) as server:
+    with run_server(managed(tmp_path)) as server:
         started = descendants()
         for process in started:
             seen = " ".join([*process.cmdline(), *process.environ().values()])
@@ -93,25 +92,6 @@ def test_keys_are_in_no_list_environment_or_log(tmp_path: Path) -> None:
     assert "keys in the environment: False" in log
     assert server.api_key not in log and server.admin_key not in log
     assert server.api_key != server.admin_key and len(server.api_key) > 40
-
-
-def test_crash_shows_the_end_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STUB", "crash")
-    with pytest.raises(
-        RolloutServerError, match=r"exit code 1(.|\n)*server.log(.|\n)*no such model"
-    ):
-        managed(tmp_path).__enter__()
-    assert_gone((tmp_path / "logs" / "server.log").read_text())
-
-
-def test_start_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STUB", "silent")
-    before = set(descendants())
-    with pytest.raises(
-        RolloutServerError, match=r"not healthy after 2 s \(rollout.start_timeout\)"
-    ):
-        managed(tmp_path, start_timeout=2).__enter__()
-    assert set(descendants()) <= before
 
 
 def test_another_program_at_the_port_gets_no_key(
@@ -127,13 +107,11 @@ def test_another_program_at_the_port_gets_no_key(
             self.send_response(200)
             self.end_headers()
 
-    server = managed(tmp_path, start_timeout=1)
+    server = managed(tmp_path)
     server.launch()
     other = ThreadingHTTPServer(("127.0.0.1", server.port), Answer)
     threading.Thread(target=other.serve_forever, args=(0.01,)).start()
     try:
-        with pytest.raises(RolloutServerError, match="not healthy"):
-            server._wait_until_healthy(time.monotonic() + 1)
         with pytest.raises(Unreachable, match="no process of the server listens at"):
             asyncio.run(Probes().check_started(ServerHandle.managed(server), resume=False))
         assert asked == []
@@ -141,25 +119,6 @@ def test_another_program_at_the_port_gets_no_key(
         other.shutdown()
         other.server_close()
         server.stop()
-
-
-def test_death_is_noticed(tmp_path: Path) -> None:
-    with managed(tmp_path) as server:
-        assert server._process is not None
-        os.kill(server._process.pid, signal.SIGKILL)
-        server._process.wait(scaled(180))
-        with pytest.raises(RolloutServerError, match=r"ended with exit code -9(.|\n)*worker"):
-            server.check()
-        assert_gone(server.log_path.read_text())  # the reaper's work: nobody called stop
-
-
-def test_port_in_use(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(RolloutServerError, match=rf"port {port}, .* is in use"):
-            managed(tmp_path, port=port).__enter__()
 
 
 def test_ports_of_ours_are_none_that_the_kernel_gives_away(
@@ -185,8 +144,8 @@ def test_a_port_of_ours_that_another_program_has_taken(tmp_path: Path) -> None:
         taken.listen()
         with pytest.raises(RolloutServerError, match=rf"port {server.port}, .* is in use"):
             server.launch()
-    with server:  # the pool tries again
-        server.check()
+    with run_server(server):
+        assert server.death() is None, "the pool tries again"
 
 
 def test_where_no_port_is_below_the_kernels() -> None:
@@ -205,60 +164,36 @@ def test_two_runs_that_start_at_once_have_different_ports(tmp_path: Path) -> Non
         return int(subprocess.check_output([sys.executable, "-c", program], env=environment))
 
     assert chosen_by_another() != ours.port != server_module.ClaimedPort([ours.port]).number
-    with ours:
+    with run_server(ours):
         pass
     assert chosen_by_another() != (port := ours.port)
     del ours
     assert server_module.ClaimedPort([port]).number == port
 
 
-def test_another_server_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> None:
-    """Health is asked with the key: a server that took our port meanwhile does not know it."""
-    with managed(tmp_path) as other:
-        intruder = managed(tmp_path / "second", start_timeout=0.5)
-        intruder.url = other.url
-        with pytest.raises(RolloutServerError, match="not healthy"):
-            intruder.__enter__()
-
-
-# A suite that a shell runs in the background hands on that SIGINT is ignored.
 PARENT = """
-import signal, sys
-from pathlib import Path
+import sys
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
-signal.signal(signal.SIGINT, signal.default_int_handler)
+from tests.support.servers import run_server
 options = ServerOptions("model", dtype="float32", device="cpu")
-with ManagedServer(options, log_path=Path(sys.argv[1])):
+with run_server(ManagedServer(options, log_path=sys.argv[1])):
     print("up", flush=True)
     sys.stdin.read()
 """
 
 
-@pytest.fixture
-def parent(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another program that holds a server in its context."""
+def test_a_parent_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    """Another program, which holds a server."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{STUB}"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path / "log")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    with process:
-        assert process.stdout is not None and process.stdout.readline() == "up\n"
-        yield process
-        process.kill()
-
-
-@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_parent_dies(by: signal.Signals, tmp_path: Path, parent: subprocess.Popen[str]) -> None:
-    started = psutil.Process(parent.pid).children(recursive=True)
-    temporary = Path(started[0].environ()["TMPDIR"])
-    assert len(started) == 3 and temporary.is_dir()
-    parent.send_signal(by)
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "log")]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, env=environment) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == "up\n"
+        started = psutil.Process(parent.pid).children(recursive=True)
+        temporary = Path(started[0].environ()["TMPDIR"])
+        assert len(started) == 3 and temporary.is_dir()
+        parent.kill()
     _, alive = psutil.wait_procs(started, timeout=scaled(180))
     assert not alive and not temporary.exists()
 
@@ -292,15 +227,15 @@ def test_the_log_rotates_and_its_end_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_process, "LOG_BYTES", 1000)
-    with managed(tmp_path) as server:
+    with run_server(managed(tmp_path)) as server:
         for number in range(5):
             with server.log_path.open("ab") as log:
                 log.write(b"x" * 1000 + f"\n{number}".encode())
             server.rotate_log()
             assert server.log_path.stat().st_size == 0
         server.rotate_log()  # an empty one stays
-        os.kill(server._process.pid, signal.SIGABRT)  # it writes to the file it has open
-        wait_until(lambda: server.log_path.stat().st_size > 0)
+        server.abort()  # it writes its stacks to the file it has open
+        wait_until(lambda: "most recent call first" in server.log_path.read_text())
         assert b"\0" not in server.log_path.read_bytes(), "no gap"
     kept = sorted(path.name for path in server.log_path.parent.iterdir())
     assert kept == ["server.log", "server.log.1", "server.log.2"]
@@ -311,13 +246,6 @@ def test_the_log_rotates_and_its_end_is_shown(
     usage = shutil.disk_usage(tmp_path)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert "server.log, whose disk is full:" in server.with_log("it died")
-
-
-def test_stacks_are_in_the_log_of_a_server_that_is_aborted(tmp_path: Path) -> None:
-    with managed(tmp_path) as server:
-        server.abort()
-        wait_until(lambda: server.death() is not None)
-        assert "most recent call first" in server.log_path.read_text()
 
 
 def test_shared_memory_of_killed_servers_is_removed(
@@ -335,14 +263,14 @@ def test_shared_memory_of_killed_servers_is_removed(
         for path in (left, dead, made):
             path.touch()
         held.write_bytes(b"x" * 4096)
-        with held.open("r+b") as file, mmap.mmap(file.fileno(), 0), managed(tmp_path):
+        with held.open("r+b") as file, mmap.mmap(file.fileno(), 0), run_server(managed(tmp_path)):
             assert not left.exists() and not dead.exists(), "nobody has them"
             assert held.exists() and made.exists(), "this process has them"
             assert str(held) in shared_memory_of(os.getpgid(0))
         monkeypatch.setattr(server_process, "LEFT_FOR", 3600.0)
         young.touch()
-        with managed(tmp_path):
-            assert young.exists()
+        server_process.remove_leftovers()
+        assert young.exists()
     finally:
         for path in (left, dead, young, held, made):
             path.unlink(missing_ok=True)
@@ -367,7 +295,7 @@ def test_a_server_that_ends_leaves_no_shared_memory(
 ) -> None:
     """SGLang's workers may end before its first process: nobody maps their files then."""
     monkeypatch.setenv("STUB", "shared memory")
-    with managed(tmp_path) as server:
+    with run_server(managed(tmp_path)) as server:
         paths = [Path(file) for file in shared_memory_of(server._process.pid)]
         assert len(paths) == 2 and all(path.exists() for path in paths)
         if killed == "workers":
@@ -376,8 +304,9 @@ def test_a_server_that_ends_leaves_no_shared_memory(
                 if "-c" in child.cmdline():
                     child.kill()
         if killed != "nobody":
-            os.kill(server._process.pid, signal.SIGKILL)  # its reaper removes it
+            os.kill(server._process.pid, signal.SIGKILL)  # its reaper does the rest
             wait_until(lambda: not any(path.exists() for path in paths))
+            assert_gone(server.log_path.read_text())
     assert not any(path.exists() for path in paths)
 
 

@@ -17,8 +17,8 @@ from megavlm.observability.text import duration, number, percent, points, short_
 from .runs import evaluation, measure, metrics, write_run
 
 
-def printed(result: dict[str, Any], width: int = WIDTH) -> str:
-    console = Console(file=StringIO(), width=width)
+def printed(result: dict[str, Any]) -> str:
+    console = Console(file=StringIO(), width=WIDTH)
     print_closing(result, [(step, step / 10) for step in range(1, 6)], console)
     file = console.file
     assert isinstance(file, StringIO)

@@ -50,7 +50,7 @@ def test_a_group_is_kept_whole(tmp_path: Path) -> None:
 
 def test_the_groups_kept_are_of_many_categories(tmp_path: Path) -> None:
     groups = [group(category=category) for category in ["a", "a", "a", "a", "b", "c"]]
-    SampleWriter(tmp_path, num_steps=1, groups_per_step=4).write(1, groups)
+    SampleWriter(tmp_path, num_steps=1).write(1, groups)
     assert [record["category"] for record in records(tmp_path)] == ["a", "b", "c", "a"]
 
 

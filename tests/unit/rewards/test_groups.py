@@ -20,6 +20,7 @@ DETAILS = [
 ]
 TEXTS = ["b", "a", "c"]
 ZERO = [Score(0.0, False)] * 3
+FAULTY = [Part("only", "user_rewards:faulty_group")]
 
 
 def make(parts: Sequence[Part], **settings: Any) -> RewardManager:
@@ -98,20 +99,15 @@ def test_an_async_reward_of_a_group_gets_a_list_of_each() -> None:
         ("raise", "KeyError: 'as told'"),
     ],
 )
-def test_a_reward_that_fails_fails_for_the_whole_group(fault: str, problem: str) -> None:
-    parts = [Part("only", "user_rewards:faulty_group")]
-    texts = [fault, "a", "c"]
-    failed = Score(-1.0, False, failure="exception")
-    assert score_group(parts, texts, failure_value=-1.0) == [failed] * 3
-    skipped = score_group(parts, texts, on_failure="skip")
-    assert all(score.skipped for score in skipped)
+def test_a_reward_that_fails_is_told_by_its_fault(fault: str, problem: str) -> None:
     with pytest.raises(RewardStop, match=problem):
-        score_group(parts, texts, on_failure="stop")
+        score_group(FAULTY, [fault, "a", "c"], on_failure="stop")
 
 
-def test_a_number_that_training_cannot_hold_fails_for_the_whole_group() -> None:
-    found = score_group([Part("only", "user_rewards:faulty_group")], ["infinite", "a", "c"])
-    assert found == [Score(0.0, False, failure="value")] * 3
+@pytest.mark.parametrize(("fault", "kind"), [("raise", "exception"), ("infinite", "value")])
+def test_a_reward_that_fails_fails_for_the_whole_group(fault: str, kind: str) -> None:
+    found = score_group(FAULTY, [fault, "a", "c"], failure_value=-1.0, on_failure="skip")
+    assert found == [Score(-1.0, False, failure=kind, skipped=True)] * 3
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from megavlm.config.load import load
 from megavlm.config.reward import Reward
-from megavlm.rewards.base import Example, RewardStop, Score
+from megavlm.rewards.base import Example, Score
 from megavlm.rewards.manager import Part, RewardManager
 from megavlm.rollout.rewards import make_reward_manager
 from tests.support.timeouts import scaled
@@ -124,17 +124,6 @@ def test_no_key_of_the_trainer_reaches_a_reward(
     assert "PATH" in seen and not any("KEY" in name for name in seen)
 
 
-def test_the_policies() -> None:
-    for policy in ("skip", "stop"):
-        manager = make(policy)
-        if policy == "stop":
-            with pytest.raises(RewardStop, match=r"reward\.on_failure=stop"):
-                score(manager, "raise")
-        else:
-            assert score(manager, "raise") == Score(0.0, False, failure="exception", skipped=True)
-        asyncio.run(manager.close())
-
-
 def test_a_recipe_says_what_a_failure_is_worth(write_recipe: Callable[..., Path]) -> None:
     reward = {"name": FAULTY, "failure_value": -0.5}
     for policy in ("zero", "skip"):
@@ -190,11 +179,3 @@ def test_a_reward_that_cannot_be_loaded_is_one_sentence(name: str, problem: str)
     with pytest.raises(ValueError, match=problem):
         make(name=name)
     assert len(mine()) == before
-
-
-def test_a_catastrophic_regular_expression_ends_at_the_limit() -> None:
-    parts = [Part("regex", "user_rewards:catastrophic")]
-    manager = RewardManager(parts, Reward(on_failure="zero", workers=1, timeout=1, memory_mb=1024))
-    found = asyncio.run(manager.score("a" * 60, Example("?", "!")))
-    assert found == Score(0.0, False, failure="timeout")
-    asyncio.run(manager.close())

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection as Pipe
@@ -281,52 +280,6 @@ def test_groups_that_are_too_old_are_dropped_and_counted(config: Config, fake: A
     assert rows_of(groups) == order(config, 3 * SIZE)[2 * SIZE :]
 
 
-def partial(config: Config, fake: Any, slow: int) -> tuple[Config, threading.Event]:
-    """Return a configuration of partial rollouts, and an event until which the fake does not answer
-    the request of row `slow`.
-    """
-    rollout = replace(config.rollout, max_staleness=2, oversample=2.0)
-    config, answered, answer = replace(config, rollout=rollout), threading.Event(), fake.answer
-    processor = Processor(config.model.folder, config.data, family_of(config.model.folder))
-    ids = processor.prompt(Rows(config.data.train_files, config.data)[slow]).short_ids
-
-    def answer_others(path: str, body: Any) -> Any:
-        reply = answer(path, body)  # of the weights of now
-        if path == "/generate" and tuple(body["input_ids"][0]) == ids:
-            answered.wait(scaled(180))
-        return reply
-
-    fake.answer = answer_others
-    return config, answered
-
-
-@pytest.mark.usefixtures("in_thread")
-def test_a_slow_group_is_overtaken_until_it_would_be_too_old(config: Config, fake: Any) -> None:
-    slow, *others = order(config, 4 * SIZE)
-    config, answered = partial(config, fake, slow)
-    with external(fake) as pool:
-        push(pool, 0, (fake,))
-        producer = started(config, pool)
-        taken = rows_of(take(producer, 0))
-        wait_for(lambda: num_asked(fake) >= 2 * SIZE)  # the last one may be on its way
-        assert num_asked(fake) == 2 * SIZE, "the prompts of two steps, not of three"
-        push(pool, 1, (fake,))
-        taken += rows_of(take(producer, 1))
-        assert slow not in taken
-        push(pool, 2, (fake,))
-        last: list[int] = []
-        thread = threading.Thread(target=lambda: last.extend(rows_of(take(producer, 2))))
-        thread.start()
-        wait_for(lambda: num_asked(fake) == 4 * SIZE)
-        time.sleep(0.2)
-        assert not last, "it would be three steps old in the next one"
-        answered.set()
-        thread.join()
-        producer.close()
-    assert last[0] == slow and not set(last) & set(taken)
-    assert {*taken, *last} < {slow, *others}
-
-
 @pytest.mark.usefixtures("in_thread")
 def test_a_group_whose_requests_time_out_is_asked_again(config: Config, fake: Any) -> None:
     config = replace(config, rollout=replace(config.rollout, on_timeout="requeue"))
@@ -381,20 +334,6 @@ def test_servers_without_weights_are_refitted(config: Config, fake: Any) -> None
         assert len(take(producer, 0, refit)) == SIZE
         producer.close()
     assert refits == [[fake.url]]
-
-
-@pytest.mark.usefixtures("in_thread")
-def test_a_server_with_other_weights_gets_no_requests_until_a_push(
-    config: Config, fake: Any
-) -> None:
-    with external(fake) as pool:
-        push(pool, 7, (fake,))
-        fake.weight_version = "3"  # it restarted with another run's weights
-        producer = started(config, pool)
-        groups = take(producer, 7, lambda: [push(pool, 7, (fake,))].clear())
-        producer.close()
-    versions = {e.responses[0].weight_version for g in groups for e in g.episodes}
-    assert versions == {"7"}
 
 
 @pytest.mark.usefixtures("in_thread")

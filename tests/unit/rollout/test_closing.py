@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from megavlm.data.processor import Processor
-from megavlm.environments.processes import Local
-from megavlm.environments.single_turn import SingleTurn
 from megavlm.inference.requests import RequestRefused, RequestTimedOut
 from megavlm.rollout.episodes import EpisodeRunner
 from megavlm.rollout.trajectory import Group
@@ -137,17 +135,3 @@ def test_environments_of_episodes_that_are_not_played_are_closed_at_the_end(
     RUNNER.run(made.start([Group(processor.prompt(ROW))], 3))
     RUNNER.run(made.close())
     assert counted(log) == [1, 1, 1]
-
-
-def test_a_built_in_environment_is_closed_once(
-    processor: Processor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended: list[SingleTurn] = []
-    monkeypatch.setattr(SingleTurn, "close", lambda self: ended.append(self), raising=False)
-    made = episode_runner(processor, graded(), "single_turn")
-    assert isinstance(made._environments, Local)
-    for policy in (Policy(processor, "3", "1"), Aborted(processor, "3", "1")):
-        RUNNER.run(made.play(RUNNER.run(made.start([Group(processor.prompt(ROW))], 2)), policy))
-    RUNNER.run(made.start([Group(processor.prompt(ROW))], 2))
-    RUNNER.run(made.close())
-    assert len(ended) == len(set(map(id, ended))) == 6

@@ -27,10 +27,6 @@ FAULTY = "user_environments:Faulty"
     [
         ("raise", "exception"),
         ("hang", "timeout"),
-        ("block", "timeout"),
-        ("allocate", "memory"),
-        ("die", "crash"),
-        ("nan", "value"),
         ("parts", "exception"),
         ("image", "value"),
         ("counts", "exception"),

@@ -15,7 +15,7 @@ from megavlm.data.rows import Row
 from megavlm.environments.base import Observation
 from megavlm.environments.wire import pack_observation, unpack_observation
 from megavlm.inference.protocol import Response
-from megavlm.inference.requests import RequestRefused, RequestTimedOut
+from megavlm.inference.requests import RequestRefused
 from megavlm.rewards.base import RewardStop
 from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.group_tree import group_tree
@@ -88,18 +88,6 @@ def test_turns_send_tokens_back_as_they_came_and_show_images(
     assert [p.key for p in again.images] == [start.images[0].key] * 2
     assert again.short_ids.count(processor.image_token_id) == 2
     assert policy.asked[1][1] == 1 and first.text == "5\n\n3"
-
-
-def test_an_episode_whose_next_request_times_out_ends_unplayed(
-    processor: Processor, manager: RewardManager
-) -> None:
-    class Unanswered(Policy):
-        async def ask(self, prompt: Any, **_: Any) -> Any:
-            raise RequestTimedOut("no answer")
-
-    policy = Unanswered(processor, "5", "3")
-    first, second = play(processor, manager, policy, "vqa_retry", **TWO_TURNS)
-    assert not first.has_ended and second.has_ended, "the other one was right at once"
 
 
 def test_an_episode_whose_next_request_is_refused_fails_with_its_rewards(

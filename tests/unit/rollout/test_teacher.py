@@ -16,7 +16,6 @@ import torch
 
 from megavlm.config.algorithm import GRPO
 from megavlm.config.distillation import Distillation, TeacherConfig
-from megavlm.config.reward import Reward
 from megavlm.data.packs.trees import Tree
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
@@ -25,13 +24,13 @@ from megavlm.inference.protocol import SamplingParams, Scored
 from megavlm.inference.requests import Request, RequestLimits
 from megavlm.inference.teacher import Teacher
 from megavlm.rewards.base import RewardStop
-from megavlm.rewards.manager import Part, RewardManager
+from megavlm.rewards.manager import RewardManager
 from megavlm.rollout.groups import policy_trees, rollout_metrics
 from megavlm.rollout.teachers import Teachers
 from megavlm.rollout.trajectory import Group
 from tests.support.responses import make_response
 from tests.support.timeouts import scaled
-from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner
+from tests.unit.rollout.scripted import ROW, RUNNER, Policy, episode_runner, fails
 
 FORWARD: dict[str, Any] = {"divergence": "forward_topk", "top_k": 3}
 TWO_TURNS: dict[str, Any] = {"max_turns": 2, "max_observation_tokens": 64}
@@ -133,18 +132,6 @@ def server(processor: Processor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Se
     monkeypatch.setattr(RequestLimits, "retry_delay", 0.0)
     with serving(processor) as server:
         yield server
-
-
-@pytest.fixture
-def manager() -> Iterator[RewardManager]:
-    manager = make()
-    yield manager
-    asyncio.run(manager.close())
-
-
-def make(**settings: Any) -> RewardManager:
-    limits = Reward(workers=1, timeout=scaled(30), memory_mb=1024, **settings)
-    return RewardManager([Part("right", "vqa")], limits)
 
 
 def of_urls(*urls: str, **settings: Any) -> Distillation:
@@ -361,10 +348,9 @@ def test_other_likeliest_tokens_are_no_answer(
                 item["meta_info"][f"input_top_logprobs_{key}"] = value
         return items
 
-    stops, server.spoils = make(on_failure="stop"), spoiled
+    server.spoils = spoiled
     with pytest.raises(RewardStop, match=problem):
-        played(processor, stops, of_urls(server.url, **FORWARD))
-    asyncio.run(stops.close())
+        played(processor, fails("stop"), of_urls(server.url, **FORWARD))
 
 
 def test_an_evaluation_asks_no_teacher(
@@ -387,11 +373,9 @@ def test_an_evaluation_asks_no_teacher(
 def test_what_a_teacher_does_not_score_is_a_failed_reward(
     processor: Processor, server: Server, spoils: Any
 ) -> None:
-    manager = make(failure_value=-1.0)
-    server.spoils = spoils
+    manager, server.spoils = fails("zero"), spoils
     group = played(processor, manager, server)
-    asyncio.run(manager.close())
-    assert group.is_played and [score.reward for score in group.scores] == [-1.0] * 3
+    assert group.is_played and [score.reward for score in group.scores] == [0.0] * 3
     assert manager.failures == {"remote": 3}
     tree = tree_of(group, of_urls(server.url))
     columns = [segment.columns for segment in tree.segments if segment.columns is not None]
@@ -412,12 +396,9 @@ def shifted(item: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def test_a_refused_request_is_skipped_or_ends_the_run(processor: Processor, server: Server) -> None:
-    skips, stops = make(on_failure="skip"), make(on_failure="stop")
     server.statuses = [400] * 9
-    group = played(processor, skips, server)
+    group = played(processor, fails("skip"), server)
     assert [score.skipped for score in group.scores] == [True] * 3
     assert len(server.asked) <= 3, "it is not sent again"
     with pytest.raises(RewardStop, match=r"the teacher large gave no log-probs: http.*HTTP 400"):
-        played(processor, stops, server)
-    for manager in (skips, stops):
-        asyncio.run(manager.close())
+        played(processor, fails("stop"), server)

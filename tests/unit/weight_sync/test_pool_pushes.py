@@ -45,7 +45,7 @@ def pusher(pool: ServerPool, transport: Transport) -> WeightPusher:
     plan = SyncPlan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
     sync = WeightSync(
         plan,
-        [Model(plan)],  # type: ignore[list-item]
+        [Model()],  # type: ignore[list-item]
         transport,
         SyncSettings(torch.float32, timeout=scaled(30), bucket_bytes=24),
         receivers=pool,
@@ -113,16 +113,6 @@ def test_of_two_servers_the_one_that_holds_other_tensors_is_given_up_aloud() -> 
         assert sum(TRAINED[2] in line for line in result["lines"]) == 3
         assert "is given up after 2 pushes" in result["lines"][-1]
         assert bad.paths().count(UPDATE) == 2
-
-
-def test_what_is_no_servers_fault_is_not_tried_again(tmp_path: Any) -> None:
-    folder = tmp_path / "sync"
-    folder.write_text("no folder")
-    with FakeEngine(SHAPES) as engine:
-        (result,) = launch(1, pushed, [engine.url], folder)
-        (error,) = result["outcomes"]
-        assert error.startswith("TrainerFault") and f"{folder} cannot be written" in error
-        assert engine.paths().count("/pause_generation") == 1
 
 
 def fills_up(urls: list[str], folder: Any) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from torch import nn
 from megavlm.config.rollout import Rollout
 from megavlm.config.transports import TRANSPORT_TRAITS
 from megavlm.inference.errors import WeightSyncError
-from megavlm.inference.server import ClaimedPort
 from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.inference.server_support import megavlm_weights
 from megavlm.models.common.mapping import ROWS, gated, same, shard_tensor
@@ -124,21 +123,17 @@ def test_what_is_sent(full: bool) -> None:
     assert (report.tensors, report.checked) == (5, 4) if full else (4, 3)
 
 
-@pytest.mark.parametrize("path", PUSH[:2])
-def test_refusal_of_any_step(path: str) -> None:
-    """Both ranks hear of it, the version stays, and the next push heals."""
+def test_a_refusal_before_the_update() -> None:
+    """Both ranks hear of it, and the version stays."""
     with FakeEngine(SHAPES) as fake:
-        fake.refused[path] = {1}
+        fake.refused[PUSH[0]] = {1}
         results = launch(2, pushes, fake.url, (4,), False)
         assert fake.weight_version == "3" and not fake.is_paused
         for result in results:
             assert result["version"] is None
             (error,) = result["errors"]
-            assert "weight update to version 4 failed" in error and path in error
+            assert "weight update to version 4 failed" in error and PUSH[0] in error
             assert "refused as scripted" in error
-        fake.refused.clear()
-        results = launch(2, pushes, fake.url, (5,), False)
-        assert [result["version"] for result in results] == [5, 5] and fake.weight_version == "5"
 
 
 def test_a_server_without_our_loader_is_told_how_it_must_be_started() -> None:
@@ -175,12 +170,6 @@ def test_server_that_does_not_take_the_version(tmp_path: Path) -> None:
         results = launch(2, pushes, fake.url, (4,), False, tmp_path, "abort", "cuda")
     for result in results:
         assert "reports weight version '1'" in result["errors"][0]
-
-
-def test_no_server() -> None:
-    port = ClaimedPort()
-    (result,) = launch(1, pushes, f"http://127.0.0.1:{port.number}", (4,), False)
-    assert "/server_info failed: ConnectError" in result["errors"][0]
 
 
 def test_disk_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -238,12 +227,6 @@ def test_caches_are_empty_before_aborted_requests_come_again() -> None:
     with FakeEngine(SHAPES) as fake:
         launch(1, pushes, fake.url, (4,), False, None, "abort", "cpu", True)
         assert fake.paths() == ["/server_info", PUSH[0], FLUSH, *PUSH[1:]]
-
-
-def test_connections_are_kept_from_push_to_push() -> None:
-    with FakeEngine(SHAPES) as fake:
-        launch(1, pushes, fake.url, (4, 5, 6), False)
-        assert len(fake.requests) == 10 and fake.num_connections <= 2
 
 
 def test_a_plan_is_sent_once_a_process() -> None:

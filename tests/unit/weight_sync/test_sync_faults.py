@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,7 +17,6 @@ from megavlm.models.common.mapping import same
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync.ownership import SyncPlan, TrainerRanks
 from megavlm.weight_sync.sync import WeightSync
-from megavlm.weight_sync.transports import distributed
 from megavlm.weight_sync.transports.base import Transport
 from megavlm.weight_sync.transports.distributed import DistributedTransport
 from megavlm.weight_sync.transports.tensor import TensorTransport
@@ -36,16 +34,15 @@ SHAPES = [{name: (6,) for name in HF}]
 
 
 class Model(torch.nn.Module):
-    """What this rank's stage holds, the tower frozen; every number grows with the version."""
+    """What each rank holds, the tower frozen; every number grows with the version."""
 
-    def __init__(self, plan: SyncPlan) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.held = {}
         for index, entry in enumerate(ENTRIES):
-            if plan.stages[index] == dist.get_rank() // plan.trainer.per_stage:
-                parameter = torch.nn.Parameter(HF[entry.hf[0]].clone(), index != 4)
-                self.held[entry.megatron] = parameter
-                self.register_parameter(str(index), parameter)
+            parameter = torch.nn.Parameter(HF[entry.hf[0]].clone(), index != 4)
+            self.held[entry.megatron] = parameter
+            self.register_parameter(str(index), parameter)
 
     def sharded_state_dict(self, metadata: Any) -> dict[str, Any]:
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -83,20 +80,16 @@ def pushes(
     urls: Sequence[str],
     versions: Sequence[int],
     kind: str = "tensor",
-    stages: int = 1,
-    stale: bool = False,
     floor: int = 0,
     between: Callable[[], object] | None = None,
 ) -> dict[str, Any]:
     """On each rank. Buckets of one tensor. `between`: ends and starts the first server,
     after the first push.
     """
-    size = dist.get_world_size()
-    stages_of = tuple(i * stages // 4 for i in range(4))
-    trainer = TrainerRanks(Layout(pipeline=stages), size, stages_of)
+    trainer = TrainerRanks(Layout(), dist.get_world_size(), (0,) * 4)
     plan = SyncPlan(ENTRIES, trainer, frozenset(range(4)))
-    model = Model(plan)
-    receivers = Recorder([Receiver(url, 1, "cpu", needs_all=stale) for url in urls], floor)
+    model = Model()
+    receivers = Recorder([Receiver(url, 1, "cpu", needs_all=False) for url in urls], floor)
     sync = WeightSync(
         plan,
         [model],  # type: ignore[list-item]
@@ -144,11 +137,10 @@ def test_the_only_server_fails() -> None:
         assert holds(engine.weights, 2, list(HF)), "what training cannot change, too"
 
 
-@pytest.mark.parametrize("kind", ["tensor", "distributed"])
-def test_the_push_is_made_again_for_the_other_server(kind: str) -> None:
+def test_the_push_is_made_again_for_the_other_server() -> None:
     with GlooEngine(SHAPES) as good, FakeEngine(SHAPES) as bad:
         bad.refused[UPDATE] = {1}
-        (result,) = launch(1, pushes, [bad.url, good.url], (4,), kind)
+        (result,) = launch(1, pushes, [bad.url, good.url], (4,), "tensor")
         assert result["outcomes"] == [1]
         assert sorted(result["told"]) == sorted([(bad.url, "failed"), (good.url, "4")])
         version, weights = good.state()
@@ -166,7 +158,7 @@ def test_a_stale_server_gets_all_and_the_other_only_what_changes() -> None:
 
 def heal_one(urls: Sequence[str]) -> dict[str, Any]:
     plan = SyncPlan(ENTRIES, TrainerRanks(Layout(), 1, (0,) * 4), frozenset(range(4)))
-    model = Model(plan)
+    model = Model()
     for parameter in model.parameters():
         parameter.data += float(parameter.requires_grad)
     receivers = [Receiver(url, 1, "cpu", needs_all=url == urls[1]) for url in urls]
@@ -180,32 +172,12 @@ def heal_one(urls: Sequence[str]) -> dict[str, Any]:
     return {"outcomes": [sync.update_weights(4).servers]}
 
 
-def test_numbers_that_differ_name_the_tensor() -> None:
-    with FakeEngine(SHAPES) as engine:
-        engine.spoil = TRAINED[2]
-        (result,) = launch(1, pushes, [engine.url], (4,))
-        wanted = f"checksum mismatch on rank 0 in {TRAINED[2]}"
-        assert result["outcomes"][0].endswith(wanted)
-        assert result["told"] == [(engine.url, "failed")]
-
-
 def test_too_few_servers_end_the_run_on_every_rank() -> None:
     with FakeEngine(SHAPES) as good, FakeEngine(SHAPES) as bad:
         bad.refused[UPDATE] = {1}
-        results = launch(2, pushes, [bad.url, good.url], (4,), "tensor", 1, False, 2)
+        results = launch(2, pushes, [bad.url, good.url], (4,), "tensor", 2)
         for result in results:
             assert result["outcomes"][0].startswith("RolloutServerError: fewer servers than")
-
-
-@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2)])
-def test_stages_send_their_own(ranks: int, stages: int) -> None:
-    """Two servers, two pushes in the same groups; the tower goes to none of them."""
-    with GlooEngine(SHAPES) as one, GlooEngine(SHAPES) as other:
-        results = launch(ranks, pushes, [one.url, other.url], (4, 5), "distributed", stages)
-        assert [result["outcomes"] for result in results] == [[2, 2]] * ranks
-        for engine in (one, other):
-            version, weights = engine.state()
-            assert version == "5" and holds(weights, 2, TRAINED)
 
 
 def test_a_server_that_has_started_anew_is_no_rank_of_the_group_that_it_was_in() -> None:
@@ -225,7 +197,7 @@ def test_a_server_that_has_started_anew_is_no_rank_of_the_group_that_it_was_in()
 
         thread = threading.Thread(target=restart)
         thread.start()
-        arguments = ([engine.url, other.url], (4, 5, 6), "distributed", 1, False, 0, between)
+        arguments = ([engine.url, other.url], (4, 5, 6), "distributed", 0, between)
         (result,) = launch(1, pushes, *arguments)
         thread.join()
         assert result["outcomes"] == [2, 2, 2]
@@ -234,29 +206,3 @@ def test_a_server_that_has_started_anew_is_no_rank_of_the_group_that_it_was_in()
         for server, names in ((engine, list(HF)), (other, TRAINED)):
             version, weights = server.state()
             assert version == "6" and holds(weights, 3, names)
-
-
-def count_groups(urls: Sequence[str]) -> int:
-    made = []
-    join = distributed.join
-    distributed.join = lambda *args: made.append(args) or join(*args)
-    assert pushes(urls, (4, 5, 6), "distributed", stale=True)["outcomes"] == [2] * 3
-    return len(made)
-
-
-def test_a_group_lasts_from_the_first_push_on() -> None:
-    """One of all servers: in the first push all of them are stale."""
-    with GlooEngine(SHAPES) as one, GlooEngine(SHAPES) as other:
-        assert launch(1, count_groups, [one.url, other.url]) == [1]
-
-
-@pytest.mark.parametrize(("ranks", "stages", "dies_at"), [(1, 1, 2), (2, 2, 0), (2, 2, 3)])
-def test_a_server_that_dies_in_an_update(ranks: int, stages: int, dies_at: int) -> None:
-    """On either stage: the group is left, and the push made again for the server that lives."""
-    with GlooEngine(SHAPES) as lives, GlooEngine(SHAPES, dies_at=dies_at) as dies:
-        urls = [lives.url, dies.url]
-        results = launch(ranks, pushes, urls, (4,), "distributed", stages)
-        assert [result["outcomes"] for result in results] == [[1]] * ranks
-        assert results[0]["told"] == [(dies.url, "failed"), (lives.url, "4")]
-        version, weights = lives.state()
-        assert version == "4" and holds(weights, 1, TRAINED)

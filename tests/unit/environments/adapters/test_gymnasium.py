@@ -14,10 +14,8 @@ from gymnasium import spaces
 from megavlm.environments.adapters.gymnasium import Gymnasium
 from megavlm.environments.base import Image, Observation
 from megavlm.rewards.base import Example
-from megavlm.subprocess_pool.failure import CallFailure
 from tests.unit.environments.adapters.played import (
     ROW,
-    ended,
     opened,
     parts,
     pixels,
@@ -52,9 +50,8 @@ def test_observations_are_images_and_a_group_starts_from_one_seed(tmp_path: Path
         return shown, await session.step("back")
 
     shown, step = play("gymnasium", steps, seed=3, options=WALK)
-    again, _ = play("gymnasium", steps, seed=3, options=WALK)
-    others = [play("gymnasium", steps, seed=seed, options=WALK)[0] for seed in range(4, 7)]
-    assert shown == again and any(other != shown for other in others)
+    again, other = (play("gymnasium", steps, seed=seed, options=WALK)[0] for seed in (3, 6))
+    assert shown == again != other
     before, after = pixels(shown)[0], pixels(step.observation)[0]
     assert before.shape == (32, 160, 3) and before.max() == 200
     assert np.array_equal(np.roll(before, -32, axis=1), after) and step.reward == -0.1
@@ -142,16 +139,16 @@ def _leaves(value: Any) -> Iterator[Any]:
     yield from np.ravel(value)
 
 
-@pytest.mark.parametrize("text", ["jump", "", "1", "<action>up"])
-def test_an_action_that_cannot_be_read_is_an_observation(text: str) -> None:
-    async def steps(session: Any, shown: Observation) -> Any:
-        return await session.step(text)
+def test_an_action_that_cannot_be_read_is_an_observation() -> None:
+    async def steps(session: Any, shown: Observation) -> None:
+        for text in ("jump", "", "1", "<action>up"):
+            step = await session.step(text)
+            assert not step.done and step.reward == 0
+            assert parts(step.observation) == (
+                f"error: {text!r} is not an action; write one of left, down, right, up"
+            )
 
-    step = play("gymnasium", steps, options=LAKE)
-    assert not step.done and step.reward == 0
-    assert parts(step.observation) == (
-        f"error: {text!r} is not an action; write one of left, down, right, up"
-    )
+    play("gymnasium", steps, options=LAKE)
 
 
 def test_discrete_actions_without_names_are_numbers() -> None:
@@ -186,25 +183,6 @@ def test_many_environments_are_closed_whatever_ends_them(tmp_path: Path) -> None
     asyncio.run(work())
     closed = (tmp_path / "log").read_text().splitlines()
     assert len(closed) == 32 + 2, "and one for the check of each process"
-
-
-def test_an_environment_that_ends_its_process_fails_and_others_start() -> None:
-    async def work() -> None:
-        async with pool("gymnasium", options={"id": "gym_environments:Parrot-v0"}) as made:
-            session = await opened(made)
-            await session.reset(ROW, 0)
-            with pytest.raises(CallFailure, match="its process ended with 3"):
-                await session.step("die")
-            session.close()
-            other = await opened(made)
-            await other.reset(ROW, 0)
-            await ended_after_close(made, other)
-
-    async def ended_after_close(made: Any, session: Any) -> None:
-        session.close()
-        await ended(made)
-
-    asyncio.run(work())
 
 
 @pytest.mark.parametrize(

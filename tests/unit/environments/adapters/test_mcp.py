@@ -165,17 +165,17 @@ def test_arguments_in_tags_have_the_types_of_the_schema(url: str) -> None:
     assert play("tools", steps, chat="xml", tools=(url,)) == "6"
 
 
-def test_what_goes_wrong_in_a_tool_is_an_observation_and_the_session_goes_on(address: str) -> None:
+def test_what_goes_wrong_in_a_tool_is_an_observation_and_the_session_goes_on(url: str) -> None:
     async def work() -> None:
-        async with pool("tools", tools=(address,)) as made:
-            session = await opened(made, tool_timeout=scaled(15))
+        async with pool("tools", tools=(url,)) as made:
+            session = await opened(made, tool_timeout=scaled(5))
             await session.reset(ROW, 0)
             assert await result(session, "fail", reason="no luck") == FAILURE
             assert "error: add: " in await result(session, "add", a="one", b=2)
             assert "there is no tool jump" in await result(session, "jump")
             assert await result(session, "add", a=1, b=1) == "2"
             assert await result(session, "slow", seconds=600) == (
-                f"error: slow: no result in {scaled(15):g} s"
+                f"error: slow: no result in {scaled(5):g} s"
             )
             assert await result(session, "add", a=1, b=1) == "2"
 

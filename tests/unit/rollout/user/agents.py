@@ -5,9 +5,7 @@ process to import; the others post.
 import asyncio
 import base64
 import json
-import time
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 from megavlm.rewards.base import Example
@@ -57,11 +55,6 @@ def posts(base_url: str, row: Example) -> None:
     post(base_url.replace("/v1", "/reward"), b'{"reward": 0.75}')
 
 
-def posts_and_stays(base_url: str, row: Example) -> None:
-    posts(base_url, row)
-    time.sleep(1)
-
-
 def post(url: str, body: bytes) -> bytes:
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310
     found: bytes = urllib.request.urlopen(request).read()  # noqa: S310
@@ -84,14 +77,6 @@ def returns_nothing(base_url: str, row: Example) -> None:
 async def never_ends(base_url: str, row: Example) -> None:
     await grades_itself(base_url, row)
     await asyncio.sleep(3600)
-
-
-def waits_for_ever(base_url: str, row: Example) -> str:
-    """Blocks its thread in a call that gets no answer."""
-    ask(base_url, question(row))
-    (Path(row.extra["folder"]) / "blocked").touch()
-    message: str = ask(base_url, question(row))["content"]
-    return message
 
 
 TOOLS: Any = [

@@ -1,14 +1,11 @@
 """Environments that a user might write, faulty ones among them; loaded in processes."""
 
 import asyncio
-import os
 import time
 from typing import Any
 
 from megavlm.environments.base import Context, Image, Observation, Step
 from megavlm.rewards.base import Example
-
-SINK: list[bytearray] = []
 
 
 class Faulty:
@@ -39,12 +36,6 @@ class Faulty:
                 raise KeyError("as told")
             case "hang":
                 await asyncio.sleep(1000)
-            case "block":
-                time.sleep(1000)
-            case "allocate":
-                SINK.append(bytearray(4 * 2**30))
-            case "die":
-                os._exit(3)
             case "image":
                 return Step(Observation(self.row.messages[-1:], [b"no image"]), 0.0, False)
             case "parts":
@@ -55,14 +46,10 @@ class Faulty:
                 )
                 worth = scores[0].reward - 2 * scores[1].reward
                 return Step(None, worth, True, {"score": scores[0]})
-            case "nan":
-                return Step(None, float("nan"), True)
             case "no observation":
                 return Step(None, 0.0, False)
             case "endless":
                 return Step(Observation(self.row.messages[-1:], self.row.images), 0.1, False)
-            case "long":
-                return Step(Observation([{"role": "user", "content": "many " * 999}]), 0.0, False)
             case "part":
                 content: Any = [{"type": "text", "text": "?"}]
                 return Step(Observation([{"role": "user", "content": content}]), 0.0, False)
@@ -83,13 +70,8 @@ class Faulty:
                 return Step(Observation([{"role": "robot", "content": "x"}]), 0.0, False)
             case "surrogate":
                 return Step(Observation([{"role": "user", "content": "\ud83d"}]), 0.0, False)
-            case "vision token":
-                pad = {"role": "user", "content": "<|image_pad|>"}
-                return Step(Observation([pad]), 0.0, False)
             case "echo":
                 return Step(Observation([{"role": "user", "content": text}]), 0.0, False)
-            case "no user":
-                return Step(Observation([{"role": "tool", "content": "x"}]), 0.0, False)
             case "placeholder":
                 marked = {"role": "user", "content": "<image> or <image>?"}
                 return Step(Observation([marked], self.row.images), 0.0, False)
