@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megavlm.models.common.mapping import Entry, joined, same
+from megavlm.models.common.mapping_parts import weight_and_bias
 from megavlm.models.qwen3_omni.config import CONVOLUTIONS, halved
 from megavlm.models.qwen3_vl.mapping import text_entries, tower_entries
 
@@ -50,28 +51,18 @@ def _audio(audio: Any) -> Iterator[Entry]:
     yield same(f"{megatron}.conv_out.weight", f"{hf}.conv_out.weight", (size, channels * rows))
     for index in range(audio.encoder_layers):
         yield from _block(f"{megatron}.blocks.{index}", f"{hf}.layers.{index}", audio)
-    yield from _norm(f"{megatron}.post_layernorm", f"{hf}.ln_post", size)
+    yield from weight_and_bias(f"{megatron}.post_layernorm", f"{hf}.ln_post", size)
     for name, rows in (("proj1", size), ("proj2", audio.output_dim)):
-        yield from _linear(f"visual.audio_merger.{name}", f"{hf}.{name}", rows, size)
+        yield from weight_and_bias(f"visual.audio_merger.{name}", f"{hf}.{name}", rows, size)
 
 
 def _block(megatron: str, hf: str, audio: Any) -> Iterator[Entry]:
     size, ffn = audio.d_model, audio.encoder_ffn_dim
-    yield from _norm(f"{megatron}.norm1", f"{hf}.self_attn_layer_norm", size)
+    yield from weight_and_bias(f"{megatron}.norm1", f"{hf}.self_attn_layer_norm", size)
     for kind, shape in (("weight", (size, size)), ("bias", (size,))):
         names = [f"{hf}.self_attn.{x}_proj.{kind}" for x in "qkv"]
         yield joined(f"{megatron}.attn.qkv.{kind}", names, shape)
-    yield from _linear(f"{megatron}.attn.out_proj", f"{hf}.self_attn.out_proj", size, size)
-    yield from _norm(f"{megatron}.norm2", f"{hf}.final_layer_norm", size)
-    yield from _linear(f"{megatron}.mlp.fc1", f"{hf}.fc1", ffn, size)
-    yield from _linear(f"{megatron}.mlp.fc2", f"{hf}.fc2", size, ffn)
-
-
-def _linear(megatron: str, hf: str, rows: int, columns: int) -> Iterator[Entry]:
-    yield same(f"{megatron}.weight", f"{hf}.weight", (rows, columns))
-    yield same(f"{megatron}.bias", f"{hf}.bias", (rows,))
-
-
-def _norm(megatron: str, hf: str, size: int) -> Iterator[Entry]:
-    yield same(f"{megatron}.weight", f"{hf}.weight", (size,))
-    yield same(f"{megatron}.bias", f"{hf}.bias", (size,))
+    yield from weight_and_bias(f"{megatron}.attn.out_proj", f"{hf}.self_attn.out_proj", size, size)
+    yield from weight_and_bias(f"{megatron}.norm2", f"{hf}.final_layer_norm", size)
+    yield from weight_and_bias(f"{megatron}.mlp.fc1", f"{hf}.fc1", ffn, size)
+    yield from weight_and_bias(f"{megatron}.mlp.fc2", f"{hf}.fc2", size, ffn)
