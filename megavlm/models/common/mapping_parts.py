@@ -1,11 +1,10 @@
 """Parts of a mapping that families share.
 
 Megatron names are the names of Transformer Engine's layers: a norm belongs to the linear layer that
-follows it, except before a router, where it has its own name. The towers of the Qwen families and
-of GLM have the names of HF.
+follows it, except before a router, where it has its own name.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +22,7 @@ from megavlm.models.common.mapping import (
     flattened,
     fused_qkv,
     gated,
+    joined,
     same,
     stacked,
 )
@@ -152,27 +152,31 @@ def tower(
     make: Callable[[Any], nn.Module],
     config: Any,
     convolutions: Mapping[str, Shape] = MappingProxyType({}),
+    names: Sequence[tuple[str, str]] = (),
 ) -> Iterator[Entry]:
-    """Yield the entries of a tower whose tensors have the names and shapes of HF, except linear
-    layers that are convolutions on the hub.
+    """Yield the entries of a tower whose tensors have the shapes of HF, except linear layers that
+    are convolutions on the hub.
 
     hf: Prefix of the names on the hub. make: The family's VisionTower. config: transformers'
-    configuration. convolutions: Shapes on the hub by the name of the weight, in addition to the
-    patch embedding's.
+    configuration. convolutions: Shapes on the hub by the name of the weight, in addition to those
+    of Qwen's patch embedding. names: Parts of names here and what the hub has instead, replaced one
+    after the other. A `?` stands for q, k and v, three tensors whose rows follow each other here.
     """
-    vision = config.vision_config
-    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     with without_memory():
         tensors = make(config).named_parameters()
     for name, tensor in tensors:
-        shape = convolutions.get(name)
+        megatron, source, shape = f"visual.{name}", f"{hf}.{name}", tuple(tensor.shape)
+        for ours, theirs in names:
+            source = source.replace(ours, theirs)
         if name == "patch_embed.proj.weight":
-            shape = (tensor.size(0), *patch)
-        map_tensor = same if shape is None else flattened
-        yield map_tensor(f"visual.{name}", f"{hf}.{name}", shape or tuple(tensor.shape))
-
-
-def weight_and_bias(megatron: str, hf: str, *shape: int) -> Iterator[Entry]:
-    """Yield the entries of a linear layer or a norm. shape: Shape of the weight."""
-    yield same(f"{megatron}.weight", f"{hf}.weight", shape)
-    yield same(f"{megatron}.bias", f"{hf}.bias", shape[:1])
+            vision = config.vision_config
+            side = vision.patch_size
+            patch = (vision.in_channels, vision.temporal_patch_size, side, side)
+            yield flattened(megatron, source, (tensor.size(0), *patch))
+        elif name in convolutions:
+            yield flattened(megatron, source, convolutions[name])
+        elif "?" in source:
+            qkv = [source.replace("?", part) for part in "qkv"]
+            yield joined(megatron, qkv, (shape[0] // 3, *shape[1:]))
+        else:
+            yield same(megatron, source, shape)
