@@ -5,16 +5,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoint_tools.lora.adapters import Pair, module_name
 from checkpoint_tools.lora.peft_config import PeftConfig, Scale, read_peft_config
 from checkpoint_tools.safetensors_io import Spec, read_spans
 from megavlm.checkpointing.folder import PEFT_CONFIG
+from megavlm.models.common.hf_source import open_safetensors
 from megavlm.models.common.mapping import Shape
 
 PEFT_TENSORS = "adapter_model.safetensors"
@@ -86,7 +85,7 @@ def open_peft(path: Path) -> PeftFolder:
             f"{path} has no {PEFT_TENSORS}; pickled adapters (.bin) can run code when read: "
             f"convert them to safetensors."
         )
-    source = _open(file)
+    source = open_safetensors(file)
     spans = read_spans(file)
     halves: dict[str, dict[str, str]] = {}
     for key in spans:
@@ -173,15 +172,6 @@ def _form(spec: Spec) -> str:
 
 def _dims(shape: Shape) -> str:
     return " x ".join(map(str, shape))
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error}.") from error
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a complete safetensors file: {error}.") from error
 
 
 def common_dtype(modules: tuple[PeftModule, ...]) -> torch.dtype:

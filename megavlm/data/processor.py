@@ -67,10 +67,6 @@ class Prompt:
         return len(self.token_ids) - len(self.short_ids) + len(self.images)
 
     @property
-    def has_videos(self) -> bool:
-        return any(image.medium == "video" for image in self.images)
-
-    @property
     def sends_frames(self) -> bool:
         """Return True if servers are sent the frames of its images and videos with all vision
         tokens, and not the pictures of its images.

@@ -4,7 +4,7 @@ The model is built as in a run, but on the meta device and by a rank of a fake p
 (`parallel.fake`). Not covered: activations, gradients, optimizer states.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -55,15 +55,6 @@ class ParameterSize:
         """Part of the model (`components.model_part`); mergers count as part of the tower."""
         name = model_part(self.name)
         return "tower" if name == "merger" else name
-
-
-@dataclass(frozen=True)
-class Size:
-    """Number of parameters, their bytes, and the number of parameters that are not frozen."""
-
-    parameters: int
-    bytes: int
-    trained: int
 
 
 @dataclass(frozen=True)
@@ -131,24 +122,6 @@ def equal_ranks(
         found = EqualRanks(ranks, parameters)
     assert found is not None
     yield found
-
-
-def by_component(parameters: Iterable[ParameterSize]) -> dict[ModelPart, Size]:
-    """Return the total size of each component, in the order of their first parameters."""
-    groups: dict[ModelPart, list[ParameterSize]] = {}
-    for parameter in parameters:
-        groups.setdefault(parameter.component, []).append(parameter)
-    return {component: total(group) for component, group in groups.items()}
-
-
-def total(parameters: Iterable[ParameterSize]) -> Size:
-    """Return the total size of all parameters."""
-    everything = [*parameters]
-    return Size(
-        parameters=sum(x.numel for x in everything),
-        bytes=sum(x.bytes for x in everything),
-        trained=sum(x.numel for x in everything if x.trained),
-    )
 
 
 def _size(held: LocalTensor, layout: Layout) -> ParameterSize:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch.overrides import TorchFunctionMode
 
 
@@ -20,6 +19,7 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
     Only for processes without a process group: megatron-core's groups are global, and the groups of
     a training run would be lost.
     """
+    from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     assert not dist.is_initialized(), "this process has a process group: use a new process"

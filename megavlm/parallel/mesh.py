@@ -133,13 +133,8 @@ def own_store() -> dist.Store:
     return store
 
 
-def build_mesh(
-    layout: Layout | None = None, *, seed: int = 0, timeout: timedelta = TIMEOUT
-) -> Mesh:
-    """Build megatron-core's groups for a layout. A second call replaces them. Collective.
-
-    timeout: Time that a rank waits for others in a collective of these groups.
-    """
+def build_mesh(layout: Layout | None = None, *, seed: int = 0) -> Mesh:
+    """Build megatron-core's groups for a layout. A second call replaces them. Collective."""
     layout = layout or Layout()
     world_size, rank = dist.get_world_size(), dist.get_rank()
     check_world(layout, world_size)
@@ -158,12 +153,12 @@ def build_mesh(
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
-        distributed_timeout_minutes=timeout / timedelta(minutes=1),
+        distributed_timeout_minutes=TIMEOUT / timedelta(minutes=1),
         # the optimizer's checkpoint form gathers over gloo groups, also on machines with GPUs
         create_gloo_process_groups=real,
     )
     model_parallel_cuda_manual_seed(seed)
-    group = dist.new_group(backend="gloo" if real else None, timeout=timeout)
+    group = dist.new_group(backend="gloo" if real else None, timeout=TIMEOUT)
     assert group is not None, "a group over all ranks has every rank in it"
     # megatron-core's order of axes, fastest first: tensor, context, data, pipeline
     data_size = world_size // layout.model_size

@@ -160,20 +160,6 @@ def counted_over_the_part(patch: Patch) -> None:
     patch.setattr(Pack, "part", part)
 
 
-def no_graph_without_images(patch: Patch) -> None:
-    """15. What a rank without images gives to the gather has no graph: it leaves the others alone
-    in the collectives of backward.
-    """
-    plain = vision_merge._GatherShares
-
-    class Gather:
-        @staticmethod
-        def apply(local: Tensor, *rest: Any) -> Tensor:
-            return plain.apply(local if len(local) else local.detach(), *rest)
-
-    patch.setattr(vision_merge, "_GatherShares", Gather)
-
-
 @dataclass(frozen=True)
 class Bug:
     """A bug, and the case of the parity matrix that it would break."""

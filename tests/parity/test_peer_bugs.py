@@ -27,7 +27,6 @@ from tests.parity.peer_bugs import (
     Bug,
     Inject,
     leaf_names,
-    no_graph_without_images,
     one_ulp,
     tanh_gelu,
     unread_switches,
@@ -264,11 +263,8 @@ def activations(visual: Any, image: ProcessedImage) -> set[str]:
 
 @pytest.mark.parametrize("layout", ["CP2", "PP2", *slow("DP2", "TP2")])
 def test_packs_without_images(layout: str) -> None:
+    """A rank without images takes part in backward. If what it gave to the gather had no graph, the
+    rank that has the image would wait for it, and the test would time out.
+    """
     case = Case("qwen3_vl", layout, "few images")
     assert_equals_transformers(launch(2, compare, *arguments_of(case)))
-
-
-def test_a_rank_without_images_takes_part_in_backward() -> None:
-    arguments = arguments_of(Case("qwen3_vl", "CP2", "few images"))
-    with pytest.raises(TimeoutError):  # the rank that has the image waits for the other
-        launch(2, with_bug, no_graph_without_images, compare, *arguments, timeout=10)

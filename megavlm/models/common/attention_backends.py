@@ -8,7 +8,6 @@ dropout.
 """
 
 import importlib.util
-import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from megavlm.config.model import check_attention
 from megavlm.models.common.pack_layout import PackLayout, Sequences, attends
+from megavlm.models.common.varlen import varlen_attention
 from megavlm.parallel import platform
 
 # Arguments: query [t, heads, D] of this rank's tokens, key and value [T, kv heads, D] of the pack,
@@ -96,46 +96,6 @@ def by_sequences(
     if sequences.key_index is not None:
         key, value = (x.index_select(0, sequences.key_index) for x in (key, value))
     return kernel(query, key, value, sequences, scale)
-
-
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_bounds: Tensor,
-    key_bounds: Tensor,
-    max_queries: int,
-    max_keys: int,
-    *,
-    scale: float,
-    is_causal: bool,
-) -> Tensor:
-    """Run PyTorch's flash attention over B sequences of variable length. Only on a GPU, and not in
-    float32.
-
-    query: [t, heads, D]
-    key, value: [T, kv heads, D]
-    query_bounds, key_bounds: [B + 1] int32, the first index of each sequence, then t or T.
-    """
-    from torch.nn.attention import varlen
-
-    # torch 2.12 added the argument; earlier versions accept fewer key heads without it.
-    parameters = inspect.signature(varlen.varlen_attn).parameters
-    grouped: Any = {"enable_gqa": True} if "enable_gqa" in parameters else {}
-    output = varlen.varlen_attn(
-        query,
-        key,
-        value,
-        query_bounds,
-        key_bounds,
-        max_queries,
-        max_keys,
-        scale=scale,
-        window_size=(-1, 0) if is_causal else (-1, -1),
-        **grouped,
-    )
-    assert isinstance(output, Tensor)  # it would be a tuple if log-sum-exps were requested
-    return output
 
 
 def _flash_kernel(

@@ -25,7 +25,7 @@ class HFFolder(Mapping[str, Tensor]):
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._files = {path: _open(path) for path in _weight_files(self.folder)}
+        self._files = {path: open_safetensors(path) for path in _weight_files(self.folder)}
         self._places = {name: path for path, file in self._files.items() for name in file.keys()}
         for name, file_name in _index(self.folder).items():
             if name not in self._places:
@@ -136,7 +136,8 @@ def _index(folder: Path) -> dict[str, str]:
     return dict(places)
 
 
-def _open(path: Path) -> safe_open:
+def open_safetensors(path: Path) -> safe_open:
+    """Open a file. Raises ValueError with a sentence for one that is not whole."""
     try:
         return safe_open(path, framework="pt")
     except OSError as error:

@@ -208,28 +208,15 @@ def gated(megatron: str, gate: str, up: str, shape: Shape) -> Entry:
     return Entry(megatron, (gate, up), (shape, shape), _concat, _halves, GATED)
 
 
-def expert_gated(
-    megatron: str, stack: str, shape: Shape, expert: int, *, transposed: bool
+def stacked(
+    megatron: str, stack: str, shape: Shape, shard: ShardRule, expert: int, *, transposed: bool
 ) -> Entry:
-    """Map an expert's row of the hub's gate_up_proj to the expert's first linear layer [2I, H]: the
-    rows of gate, then of up.
+    """Map an expert's row of a stack on the hub to a linear layer of the expert: of gate_up_proj to
+    its first [2I, H], the rows of gate, then of up; of down_proj to its second [H, I].
 
-    shape: Shape of the stack, [E, 2I, H], or [E, H, 2I] if it is `transposed`.
+    shape: Shape of the stack, [E, 2I, H] or [E, H, I], with the last two dims exchanged if it is
+        `transposed`.
     """
-    return _expert(megatron, stack, shape, EXPERT_GATED, expert, transposed)
-
-
-def expert_down(megatron: str, stack: str, shape: Shape, expert: int, *, transposed: bool) -> Entry:
-    """Map an expert's row of the hub's down_proj to the expert's second linear layer [H, I].
-
-    shape: Shape of the stack, [E, H, I], or [E, I, H] if it is `transposed`.
-    """
-    return _expert(megatron, stack, shape, EXPERT_COLUMNS, expert, transposed)
-
-
-def _expert(
-    megatron: str, stack: str, shape: Shape, shard: ShardRule, expert: int, transposed: bool
-) -> Entry:
     there, back = (_transpose, _untranspose) if transposed else (_only, _as_tuple)
     return Entry(megatron, (stack,), (shape,), there, back, shard, expert, transposed)
 

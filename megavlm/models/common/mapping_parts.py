@@ -1,28 +1,32 @@
 """Parts of a mapping that families share.
 
 Megatron names are the names of Transformer Engine's layers: a norm belongs to the linear layer that
-follows it, except before a router, where it has its own name. The towers of the Qwen families have
-the names of HF; only their patch embedding differs: it is a linear layer here.
+follows it, except before a router, where it has its own name.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from megavlm.models.common.mapping import (
     COLUMNS,
+    EXPERT_COLUMNS,
+    EXPERT_GATED,
     ROWS,
     Entry,
     Shape,
-    expert_down,
-    expert_gated,
     flattened,
     fused_qkv,
     gated,
+    joined,
     same,
+    stacked,
 )
+from megavlm.parallel.fake import without_memory
 
 Layer = Callable[[int, str, str], Iterable[Entry]]
 
@@ -118,24 +122,14 @@ def experts(
     gate_up, down = (count, 2 * ffn, hidden), (count, hidden, ffn)
     if transposed:
         gate_up, down = (count, hidden, 2 * ffn), (count, ffn, hidden)
-    for number in range(count):
-        entry = expert_gated(
-            f"{target}.linear_fc1.weight",
-            f"{stacks}.gate_up_proj",
-            gate_up,
-            number,
-            transposed=transposed,
-        )
-        yield replace(entry, separate=separate)
-    for number in range(count):
-        entry = expert_down(
-            f"{target}.linear_fc2.weight",
-            f"{stacks}.down_proj",
-            down,
-            number,
-            transposed=transposed,
-        )
-        yield replace(entry, separate=separate)
+    for linear, stack, shape, shard in (
+        ("linear_fc1", "gate_up_proj", gate_up, EXPERT_GATED),
+        ("linear_fc2", "down_proj", down, EXPERT_COLUMNS),
+    ):
+        names = f"{target}.{linear}.weight", f"{stacks}.{stack}"
+        for number in range(count):
+            entry = stacked(*names, shape, shard, number, transposed=transposed)
+            yield replace(entry, separate=separate)
 
 
 def shared_expert(megatron: str, hf: str, hidden: int, ffn: int) -> Iterator[Entry]:
@@ -153,32 +147,36 @@ def shared_expert(megatron: str, hf: str, hidden: int, ffn: int) -> Iterator[Ent
     yield same(f"{target}.linear_fc2.weight", f"{hf}.down_proj.weight", (hidden, ffn), COLUMNS)
 
 
-def tower(hf: str, vision: Any, size: int, shapes: Mapping[str, Shape]) -> Iterator[Entry]:
-    """Yield the tower's entries.
+def tower(
+    hf: str,
+    make: Callable[[Any], nn.Module],
+    config: Any,
+    convolutions: Mapping[str, Shape] = MappingProxyType({}),
+    names: Sequence[tuple[str, str]] = (),
+) -> Iterator[Entry]:
+    """Yield the entries of a tower whose tensors have the shapes of HF, except linear layers that
+    are convolutions on the hub.
 
-    hf: Prefix of the names on the hub.
-    size: Hidden size of the tower.
-    shapes: Maps the name of each tensor within the tower, except the patch embedding's weight, to
-        its shape.
+    hf: Prefix of the names on the hub. make: The family's VisionTower. config: transformers'
+    configuration. convolutions: Shapes on the hub by the name of the weight, in addition to those
+    of Qwen's patch embedding. names: Parts of names here and what the hub has instead, replaced one
+    after the other. A `?` stands for q, k and v, three tensors whose rows follow each other here.
     """
-    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    weight = "patch_embed.proj.weight"
-    yield flattened(f"visual.{weight}", f"{hf}.{weight}", (size, *patch))
-    for name, shape in shapes.items():
-        yield same(f"visual.{name}", f"{hf}.{name}", shape)
-
-
-def weight_and_bias(megatron: str, hf: str, *shape: int) -> Iterator[Entry]:
-    """Yield the entries of a linear layer or a norm. shape: Shape of the weight."""
-    yield same(f"{megatron}.weight", f"{hf}.weight", shape)
-    yield same(f"{megatron}.bias", f"{hf}.bias", shape[:1])
-
-
-def linear_shapes(name: str, rows: int, columns: int) -> dict[str, Shape]:
-    """Return the shapes of a linear layer with bias, for `tower`."""
-    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
-
-
-def norm_shapes(name: str, size: int) -> dict[str, Shape]:
-    """Return the shapes of a LayerNorm, for `tower`."""
-    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
+    with without_memory():
+        tensors = make(config).named_parameters()
+    for name, tensor in tensors:
+        megatron, source, shape = f"visual.{name}", f"{hf}.{name}", tuple(tensor.shape)
+        for ours, theirs in names:
+            source = source.replace(ours, theirs)
+        if name == "patch_embed.proj.weight":
+            vision = config.vision_config
+            side = vision.patch_size
+            patch = (vision.in_channels, vision.temporal_patch_size, side, side)
+            yield flattened(megatron, source, (tensor.size(0), *patch))
+        elif name in convolutions:
+            yield flattened(megatron, source, convolutions[name])
+        elif "?" in source:
+            qkv = [source.replace("?", part) for part in "qkv"]
+            yield joined(megatron, qkv, (shape[0] // 3, *shape[1:]))
+        else:
+            yield same(megatron, source, shape)

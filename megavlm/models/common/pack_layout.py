@@ -21,6 +21,7 @@ from megavlm.data.packs.context_parallel import SegmentRun
 from megavlm.data.packs.packing import Pack
 from megavlm.data.packs.routed_experts import RoutedExperts
 from megavlm.models.common.rotary import RotaryTables
+from megavlm.models.common.varlen import cumulative_bounds
 
 PADDING = 1.25  # limit of (query, key) pairs in a padded batch, relative to its sequences' pairs
 
@@ -245,8 +246,3 @@ def _path(
     while (segment := parents[segment]) >= 0:
         path.insert(0, (segment_bounds[segment], segment_bounds[segment + 1]))
     return tuple(path)
-
-
-def cumulative_bounds(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the first index of each of B runs, followed by their total length: [B + 1] int32."""
-    return torch.tensor([*accumulate(counts, initial=0)], dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Values of the Qwen families' `config.py` about images, as plain values."""
+"""Values of `config.py` about images in the Qwen families and, in part, in GLM, as plain values."""
 
 from typing import Any
 

@@ -3,7 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megavlm.models.common.tiny import TinyFamily, TinySizes, TinyTokens, mrope_section, text_values
+from megavlm.models.common.tiny import (
+    TinyFamily,
+    TinySizes,
+    TinyTokens,
+    mrope_section,
+    text_values,
+    turns_template,
+)
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 Sections = tuple[dict[str, Any], dict[str, Any]]  # of text_config and vision_config
@@ -12,16 +19,8 @@ END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|im_end|>"
 
 # This is Qwen2.5-VL's released template without the default system message, to keep prompts short.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n"
-    "{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
-    "<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif content['type'] == 'video' or 'video' in content %}"
-    "<|vision_start|><|video_pad|><|vision_end|>"
-    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHAT_TEMPLATE = turns_template(
+    "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 )
 TOKENS = TinyTokens(
     special=(
@@ -55,22 +54,10 @@ def qwen_family(
 
     def config(sizes: TinySizes, vocab_size: int, token_ids: Mapping[str, int]) -> Any:
         text, vision = sections(sizes)
-        text |= text_values(sizes, vocab_size) | {
-            "bos_token_id": token_ids[END_OF_TEXT],
-            "eos_token_id": token_ids[END_OF_TURN],
-            "pad_token_id": token_ids[END_OF_TEXT],
-        }
-        vision |= {
-            "depth": sizes.vision_depth,
-            "num_heads": sizes.vision_num_heads,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "initializer_range": sizes.init_std,
-        }
         return config_class(
             architectures=[config_class.__name__.replace("Config", "ForConditionalGeneration")],
-            text_config=text,
-            vision_config=vision,
+            text_config=text | qwen_text(sizes, vocab_size, token_ids),
+            vision_config=vision | qwen_vision(sizes),
             image_token_id=token_ids["<|image_pad|>"],
             video_token_id=token_ids["<|video_pad|>"],
             vision_start_token_id=token_ids["<|vision_start|>"],
@@ -81,6 +68,26 @@ def qwen_family(
     return TinyFamily(
         options=frozenset(options), tokens=TOKENS, config=config, processor=_processor, **forms
     )
+
+
+def qwen_text(sizes: TinySizes, vocab_size: int, ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return the values of a text_config that all models with a language model of Qwen share."""
+    return text_values(sizes, vocab_size) | {
+        "bos_token_id": ids[END_OF_TEXT],
+        "eos_token_id": ids[END_OF_TURN],
+        "pad_token_id": ids[END_OF_TEXT],
+    }
+
+
+def qwen_vision(sizes: TinySizes) -> dict[str, Any]:
+    """Return the values of a vision_config that the Qwen families share."""
+    return {
+        "depth": sizes.vision_depth,
+        "num_heads": sizes.vision_num_heads,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "initializer_range": sizes.init_std,
+    }
 
 
 def qwen2_text(sizes: TinySizes) -> dict[str, Any]:

@@ -165,6 +165,10 @@ def marked_tokenizer(tokenizer: Any, marks: Mapping[str, str]) -> Any:
     )
 
 
+# Options of models with experts.
+EXPERT_OPTIONS = ("num_experts", "experts_per_token", "moe_ffn_size", "dense_layers")
+
+
 def mrope_section(head_dim: int) -> list[int]:
     """Return the numbers of frequencies for time, height and width in the ratio 2 : 3 : 3 of
     released models with chunked M-RoPE. They sum to head_dim / 2.

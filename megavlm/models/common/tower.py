@@ -64,14 +64,14 @@ class Tower(nn.Module):
     def run_blocks(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
         segments: Sequence[Segments],
+        rotary: Sequence[Tensor] = (),
         taps: Sequence[int] = (),
         first: int = 0,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run x [P, D] through as many blocks as there are segments, all or those from `first` on;
-        block first + i attends within segments[i].
+        block first + i attends within segments[i]. rotary: cos and sin [P, 1, d]; empty for blocks
+        without a rotary embedding.
 
         Returns the last hidden states, and the hidden states after each block in `taps`, in the
         order of blocks.
@@ -79,7 +79,7 @@ class Tower(nn.Module):
         tapped = []
         blocks = self.blocks[first : first + len(segments)]
         for index, (block, attended) in enumerate(zip(blocks, segments, strict=True), first):
-            x = self.run_block(block, x, cos, sin, attended)
+            x = self.run_block(block, x, *rotary, attended)
             if index in taps:
                 tapped.append(x)
         return x, tapped

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megavlm.data.media.image_processing import Grid
-from megavlm.models.common.attention_backends import varlen_attention
-from megavlm.models.common.pack_layout import cumulative_bounds
+from megavlm.models.common.varlen import cumulative_bounds, varlen_attention
 from megavlm.parallel import platform
 
 # A frame of 16,384 patches takes about 1 MB in all of a family's caches.
@@ -240,29 +239,32 @@ class Attention(nn.Module):
         return self.proj(attend(q, k, v, segments).flatten(1))
 
 
-class VisionBlock(nn.Module):
-    """Transformer block.
+class PlainAttention(nn.Module):
+    """Attention within segments, without a rotary embedding. Input and output are [P, D]."""
 
-    norm: Creates a norm of the given size.
-    mlp: The family's MLP.
-    biases: Whether attention has biases (`Attention`).
-    """
+    def __init__(self, size: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.out_proj = nn.Linear(size, 3 * size), nn.Linear(size, size)
+
+    def forward(self, x: Tensor, segments: Segments) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(1, (3, self.num_heads, -1)).unbind(1)
+        return self.out_proj(attend(q, k, v, segments).flatten(1))
+
+
+class VisionBlock(nn.Module):
+    """Transformer block of the family's attention and MLP. norm: Creates a norm of a size."""
 
     def __init__(
-        self,
-        size: int,
-        num_heads: int,
-        norm: Callable[[int], nn.Module],
-        mlp: nn.Module,
-        **biases: bool,
+        self, size: int, norm: Callable[[int], nn.Module], attn: nn.Module, mlp: nn.Module
     ) -> None:
         super().__init__()
         self.norm1, self.norm2 = norm(size), norm(size)
-        self.attn = Attention(size, num_heads, **biases)
-        self.mlp = mlp
+        self.attn, self.mlp = attn, mlp
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        x = x + self.attn(self.norm1(x), cos, sin, segments)
+    def forward(self, x: Tensor, *geometry: Any) -> Tensor:
+        """Run the block. geometry: What its attention takes besides x."""
+        x = x + self.attn(self.norm1(x), *geometry)
         return x + self.mlp(self.norm2(x))
 
 

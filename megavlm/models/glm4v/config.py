@@ -5,7 +5,6 @@ from typing import Any
 
 from megavlm.models.common.architecture import (
     FolderNames,
-    PatchSizes,
     Rotary,
     chunked_axes,
     count,
@@ -14,13 +13,21 @@ from megavlm.models.common.architecture import (
     language_fields,
     rotary_parameters,
 )
+from megavlm.models.common.qwen_config import FOLDER_NAMES as QWEN_NAMES
+from megavlm.models.common.qwen_config import patch_sizes
+
+__all__ = [
+    "FOLDER_NAMES",
+    "architecture",
+    "expert_layers",
+    "has_experts",
+    "language_sizes",
+    "patch_sizes",
+    "rotary",
+]
 
 FOLDER_NAMES = FolderNames(
-    sizes={
-        "patch_size": "patch_size",
-        "spatial_merge_size": "merge_size",
-        "temporal_patch_size": "temporal_patch_size",
-    },
+    sizes=QWEN_NAMES.sizes,
     tokens={
         "image_token_id": "<|image|>",
         "video_token_id": "<|video|>",
@@ -73,12 +80,6 @@ def rotary(hf_config: Any) -> Rotary:
     rotated = int(head_dim * text.rope_parameters.get("partial_rotary_factor", 1.0))
     theta, section = rotary_parameters(text, rotated, MROPE_SECTION)
     return Rotary(rotated, theta, chunked_axes(section))
-
-
-def patch_sizes(hf_config: Any) -> PatchSizes:
-    """Return the sizes of the tower's input."""
-    vision = hf_config.vision_config
-    return PatchSizes(vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
 
 
 def has_experts(text: Mapping[str, Any]) -> bool:

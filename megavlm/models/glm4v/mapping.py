@@ -6,18 +6,17 @@ from typing import Any
 
 import torch
 
-from megavlm.models.common.mapping import COLUMNS, GATED, Entry, Shape, flattened, same
+from megavlm.models.common.mapping import COLUMNS, GATED, Entry, same
 from megavlm.models.common.mapping_parts import (
     attention,
     experts,
     language_model,
-    linear_shapes,
     mlp,
-    norm_shapes,
     shared_expert,
     tower,
 )
 from megavlm.models.glm4v.config import expert_layers, has_experts
+from megavlm.models.glm4v.vision import VisionTower
 
 
 def mapping(config: Any) -> list[Entry]:
@@ -25,9 +24,9 @@ def mapping(config: Any) -> list[Entry]:
     vision = config.vision_config
     kernel = vision.spatial_merge_size
     shape = (vision.out_hidden_size, vision.hidden_size, kernel, kernel)
+    convolutions = {"downsample.weight": shape}
     return [
-        *tower("model.visual", vision, vision.hidden_size, _vision_shapes(vision)),
-        flattened("visual.downsample.weight", "model.visual.downsample.weight", shape),
+        *tower("model.visual", VisionTower, config, convolutions),
         *_text_entries(config),
     ]
 
@@ -79,33 +78,3 @@ def _mixture_layer(text: Any, megatron: str, hf: str, *, has_experts: bool) -> I
     yield replace(same(bias, source, (count,), dtype=torch.float32), frozen=True)
     ffn = text.n_shared_experts * text.moe_intermediate_size
     yield from shared_expert(megatron, f"{hf}.mlp.shared_experts", hidden, ffn)
-
-
-def _vision_shapes(vision: Any) -> dict[str, Shape]:
-    size, width, merger = vision.hidden_size, vision.out_hidden_size, vision.intermediate_size
-    num_positions = (vision.image_size // vision.patch_size) ** 2
-    shapes: dict[str, Shape] = {
-        "patch_embed.proj.bias": (size,),
-        "post_conv_layernorm.weight": (size,),
-        "embeddings.position_embedding.weight": (num_positions, size),
-    }
-    for index in range(vision.depth):
-        block = f"blocks.{index}"
-        shapes |= {f"{block}.norm1.weight": (size,), f"{block}.norm2.weight": (size,)}
-        qkv = linear_shapes(f"{block}.attn.qkv", 3 * size, size)
-        if not vision.attention_bias:
-            del qkv[f"{block}.attn.qkv.bias"]
-        shapes |= qkv | {f"{block}.attn.proj.weight": (size, size)}
-        shapes |= _gated_shapes(f"{block}.mlp", size, width)
-    shapes |= {"post_layernorm.weight": (size,), "downsample.bias": (width,)}
-    shapes |= {"merger.proj.weight": (width, width)}
-    shapes |= norm_shapes("merger.post_projection_norm", width)
-    return shapes | _gated_shapes("merger", width, merger)
-
-
-def _gated_shapes(name: str, size: int, width: int) -> dict[str, Shape]:
-    return {
-        f"{name}.gate_proj.weight": (width, size),
-        f"{name}.up_proj.weight": (width, size),
-        f"{name}.down_proj.weight": (size, width),
-    }

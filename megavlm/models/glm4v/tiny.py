@@ -5,7 +5,14 @@ from typing import Any
 
 from transformers import Glm4vConfig, Glm4vMoeConfig
 
-from megavlm.models.common.tiny import TinyFamily, TinySizes, TinyTokens, mrope_section, text_values
+from megavlm.models.common.tiny import (
+    EXPERT_OPTIONS,
+    TinyFamily,
+    TinySizes,
+    TinyTokens,
+    mrope_section,
+    text_values,
+)
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 PARTIAL_ROTARY_FACTOR = 0.5  # of released models
@@ -144,7 +151,6 @@ def _processor(config: Any, tokenizer: Any, max_pixels: int | None) -> Any:
     )
 
 
-_EXPERTS = ("num_experts", "experts_per_token", "moe_ffn_size", "dense_layers", "head_dim")
 TINY = {
     "glm4v": TinyFamily(
         options=frozenset({"position_table_side"}),
@@ -153,7 +159,7 @@ TINY = {
         processor=_processor,
     ),
     "glm4v_moe": TinyFamily(
-        options=frozenset({"position_table_side", *_EXPERTS}),
+        options=frozenset({"position_table_side", "head_dim", *EXPERT_OPTIONS}),
         tokens=TOKENS,
         config=_mixture,
         processor=_processor,

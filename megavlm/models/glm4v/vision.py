@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megavlm.data.media.videos import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_layers import (
+    Attention,
     PatchEmbed,
     Segments,
     VisionBlock,
@@ -120,11 +121,9 @@ class VisionTower(Tower):
         self.blocks = nn.ModuleList(
             VisionBlock(
                 size,
-                config.num_heads,
                 norm,
+                Attention(size, config.num_heads, qkv_bias=config.attention_bias, bias=False),
                 GatedMLP(size, config.out_hidden_size, config.hidden_act),
-                qkv_bias=config.attention_bias,
-                bias=False,
             )
             for _ in range(config.depth)
         )
@@ -137,9 +136,9 @@ class VisionTower(Tower):
         x = self.post_conv_layernorm(self.patch_embed(patches))
         x = x + self.embeddings(grids, merge)
         positions = pack_values(grids, lambda h, w: patch_positions(h, w, merge))
-        cos, sin = rotary_angles(positions.to(device), self.head_dim, self.theta)
-        segments = Segments.frames(grids, device)
-        x, _ = self.run_blocks(x, cos, sin, [segments] * len(self.blocks))
+        rotary = rotary_angles(positions.to(device), self.head_dim, self.theta)
+        segments = [Segments.frames(grids, device)] * len(self.blocks)
+        x, _ = self.run_blocks(x, segments, rotary)
         # A convolution whose kernel is a cell: its weight has the patches of a cell innermost.
         cells = self.post_layernorm(x).view(-1, merge**2, x.size(1)).transpose(1, 2)
         return self.merger(self.downsample(cells.flatten(1)))

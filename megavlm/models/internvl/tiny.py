@@ -3,16 +3,18 @@ mixture has the layers of the tower of 6B parameters, the others of the tower of
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from transformers import InternVLConfig
 
+from megavlm.models.common.qwen_tiny import TOKENS as QWEN_TOKENS
+from megavlm.models.common.qwen_tiny import qwen_text
 from megavlm.models.common.tiny import (
+    EXPERT_OPTIONS,
     TinyFamily,
     TinySizes,
-    TinyTokens,
     marked_tokenizer,
-    text_values,
     turns_template,
 )
 from megavlm.models.internvl.config import SERVED_LANGUAGE
@@ -21,7 +23,6 @@ from megavlm.parallel.torchvision_ops import define_torchvision_operators
 PATCH, MERGE, TABLE_SIDE, MAX_TILES = 14, 2, 8, 6
 # ImageNet's, as in the released models.
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
 # Names in transformers' tokenizers.
 MARKS = {
     "start_image_token": "<img>",
@@ -31,12 +32,11 @@ MARKS = {
 }
 # The template of transformers' form.
 CHAT_TEMPLATE = turns_template("<IMG_CONTEXT>\n", "<video>\n")
-TOKENS = TinyTokens(
-    special=(END_OF_TEXT, "<|im_start|>", END_OF_TURN, *MARKS.values()),
-    end_of_text=END_OF_TEXT,
-    eos=END_OF_TURN,
+TOKENS = replace(
+    QWEN_TOKENS,
+    special=(*QWEN_TOKENS.special[:3], *MARKS.values()),
     chat_template=CHAT_TEMPLATE,
-    roles=("system\n", "user\n", "assistant\n", "Frame"),
+    roles=(*QWEN_TOKENS.roles, "Frame"),
 )
 
 
@@ -46,13 +46,10 @@ def _config(sizes: TinySizes, vocab_size: int, ids: Mapping[str, int]) -> Any:
     return InternVLConfig(
         architectures=["InternVLForConditionalGeneration"],
         text_config={
-            **text_values(sizes, vocab_size),
+            **qwen_text(sizes, vocab_size, ids),
             **text,
             "architectures": [SERVED_LANGUAGE[text["model_type"]]],
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-            "bos_token_id": ids[END_OF_TEXT],
-            "eos_token_id": ids[END_OF_TURN],
-            "pad_token_id": ids[END_OF_TEXT],
         },
         vision_config={
             "num_hidden_layers": sizes.vision_depth,
@@ -113,16 +110,7 @@ def _processor(config: Any, tokenizer: Any, max_pixels: int | None) -> Any:
 
 TINY = {
     "internvl": TinyFamily(
-        options=frozenset(
-            {
-                "head_dim",
-                "position_table_side",
-                "num_experts",
-                "experts_per_token",
-                "moe_ffn_size",
-                "dense_layers",
-            }
-        ),
+        options=frozenset({"head_dim", "position_table_side", *EXPERT_OPTIONS}),
         tokens=TOKENS,
         config=_config,
         processor=_processor,

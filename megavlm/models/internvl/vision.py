@@ -17,6 +17,7 @@ from megavlm.models.common.vision_layers import (
     MLP,
     PaddedLinear,
     Segments,
+    VisionBlock,
     activation,
     attend,
     merge_order,
@@ -47,21 +48,18 @@ class Attention(nn.Module):
         return self.projection_layer(attend(q, k, v, segments).flatten(1))
 
 
-class Block(nn.Module):
+class Block(VisionBlock):
     """Transformer block, in which learned scales multiply the outputs of attention and MLP."""
 
     def __init__(self, config: Any, norm: Callable[[int], nn.Module]) -> None:
-        super().__init__()
         size = config.hidden_size
-        self.norm1, self.norm2 = norm(size), norm(size)
-        self.attn = Attention(config)
-        self.mlp = MLP(size, config.intermediate_size, config.hidden_act)
+        mlp = MLP(size, config.intermediate_size, config.hidden_act)
+        super().__init__(size, norm, Attention(config), mlp)
         self.scale1 = nn.Parameter(torch.full((size,), config.layer_scale_init_value))
         self.scale2 = nn.Parameter(torch.full((size,), config.layer_scale_init_value))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        """Run the block. It uses neither cos nor sin."""
-        x = x + self.scale1 * self.attn(self.norm1(x), segments)
+    def forward(self, x: Tensor, *geometry: Any) -> Tensor:
+        x = x + self.scale1 * self.attn(self.norm1(x), *geometry)
         return x + self.scale2 * self.mlp(self.norm2(x))
 
 
@@ -116,7 +114,6 @@ class VisionTower(Tower):
         classes = (self.cls_token + first).expand(tiles, 1, size)
         x = torch.cat([classes, embedded], dim=1).flatten(0, 1)
         segments = Segments((side**2 + 1,) * tiles, x.device)
-        nothing = x.new_empty(0)
-        x, _ = self.run_blocks(x, nothing, nothing, [segments] * len(self.blocks))
+        x, _ = self.run_blocks(x, [segments] * len(self.blocks))
         x = x.view(tiles, side**2 + 1, size)[:, 1:]
         return self.merger(x.reshape(-1, size * self.merge_size**2))

@@ -1,23 +1,18 @@
 """Tiny MiniCPM-V 4.6."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from transformers import MiniCPMV4_6Config
 
-from megavlm.models.common.tiny import (
-    TinyFamily,
-    TinySizes,
-    TinyTokens,
-    marked_tokenizer,
-    text_values,
-    turns_template,
-)
+from megavlm.models.common.qwen_tiny import TOKENS as QWEN_TOKENS
+from megavlm.models.common.qwen_tiny import qwen_text
+from megavlm.models.common.tiny import TinyFamily, TinySizes, marked_tokenizer, turns_template
 from megavlm.models.qwen3_5.tiny import dense_text
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 PATCH, TABLE_SIDE, MAX_SLICES = 14, 8, 6
-END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
 # Names in transformers' tokenizers.
 MARKS = {
     "image_token": "<|image_pad|>",
@@ -30,12 +25,10 @@ MARKS = {
     "image_id_end_token": "</image_id>",
 }
 CHAT_TEMPLATE = turns_template("<|image_pad|>\n", "<|video_pad|>\n")
-TOKENS = TinyTokens(
-    special=(END_OF_TEXT, "<|im_start|>", END_OF_TURN, *MARKS.values()),
-    end_of_text=END_OF_TEXT,
-    eos=END_OF_TURN,
+TOKENS = replace(
+    QWEN_TOKENS,
+    special=(*QWEN_TOKENS.special[:3], *MARKS.values()),
     chat_template=CHAT_TEMPLATE,
-    roles=("system\n", "user\n", "assistant\n"),
 )
 
 
@@ -45,11 +38,8 @@ def _config(sizes: TinySizes, vocab_size: int, ids: Mapping[str, int]) -> Any:
         architectures=["MiniCPMV4_6ForConditionalGeneration"],
         text_config={
             "model_type": "qwen3_5_text",
-            **text_values(sizes, vocab_size),
+            **qwen_text(sizes, vocab_size, ids),
             **dense_text(sizes),
-            "bos_token_id": ids[END_OF_TEXT],
-            "eos_token_id": ids[END_OF_TURN],
-            "pad_token_id": ids[END_OF_TEXT],
         },
         vision_config={
             "num_hidden_layers": sizes.vision_depth,

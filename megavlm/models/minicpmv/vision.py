@@ -6,6 +6,7 @@ Source: transformers `models/minicpmv4_6/modeling_minicpmv4_6.py`.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,44 +18,16 @@ from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_layers import (
     MLP,
     PaddedLinear,
+    PlainAttention,
     Segments,
+    VisionBlock,
     activation,
-    attend,
     cache_frames,
     layer_norm,
     merge_order,
     pack_values,
 )
 from megavlm.models.minicpmv.config import SIDE, WINDOW
-
-
-class Attention(nn.Module):
-    """Attention within segments, without a rotary embedding. Input and output are [P, D]."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        size, self.num_heads = config.hidden_size, config.num_attention_heads
-        self.qkv, self.out_proj = nn.Linear(size, 3 * size), nn.Linear(size, size)
-
-    def forward(self, x: Tensor, segments: Segments) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(1, (3, self.num_heads, -1)).unbind(1)
-        return self.out_proj(attend(q, k, v, segments).flatten(1))
-
-
-class Block(nn.Module):
-    """Transformer block."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        size, eps = config.hidden_size, config.layer_norm_eps
-        self.norm1, self.norm2 = nn.LayerNorm(size, eps=eps), nn.LayerNorm(size, eps=eps)
-        self.attn = Attention(config)
-        self.mlp = MLP(size, config.intermediate_size, config.hidden_act)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Segments) -> Tensor:
-        """Run the block. It uses neither cos nor sin."""
-        x = x + self.attn(self.norm1(x), segments)
-        return x + self.mlp(self.norm2(x))
 
 
 class WindowMerger(nn.Module):
@@ -66,7 +39,7 @@ class WindowMerger(nn.Module):
         super().__init__()
         size, eps, count = config.hidden_size, config.layer_norm_eps, WINDOW**2
         self.norm1, self.norm2 = nn.LayerNorm(size, eps=eps), nn.LayerNorm(count * size, eps=eps)
-        self.attn = Attention(config)
+        self.attn = PlainAttention(size, config.num_attention_heads)
         width = count * config.intermediate_size
         self.linear_1, self.linear_2 = nn.Linear(count * size, width), nn.Linear(width, size)
         self.act = activation("gelu_pytorch_tanh")
@@ -118,13 +91,22 @@ class VisionTower(Tower):
         config = hf_config.vision_config
         self.merge_size, self.feature_size = SIDE, hf_config.text_config.hidden_size
         size, patch = config.hidden_size, config.patch_size
+        norm = partial(nn.LayerNorm, eps=config.layer_norm_eps)
         self.table_side = config.image_size // patch
         self.blocks_before = config.insert_layer_id + 1
         self.patch_embed = PaddedLinear(config.num_channels * patch**2, size, size)
         self.position_embedding = nn.Embedding(self.table_side**2, size)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(
+            VisionBlock(
+                size,
+                norm,
+                PlainAttention(size, config.num_attention_heads),
+                MLP(size, config.intermediate_size, config.hidden_act),
+            )
+            for _ in range(config.num_hidden_layers)
+        )
         self.window_merger = WindowMerger(config)
-        self.post_layernorm = nn.LayerNorm(size, eps=config.layer_norm_eps)
+        self.post_layernorm = norm(size)
         self.merger = Merger(size, self.feature_size)
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
@@ -133,12 +115,11 @@ class VisionTower(Tower):
         patches = patches.to(self.position_embedding.weight.dtype)
         x = self.patch_embed(F.pad(patches, (0, -patches.size(1) % 8)))
         x = x + self.position_embedding(places.to(device))
-        nothing, whole = x.new_empty(0), Segments.frames(grids, device)
-        x, _ = self.run_blocks(x, nothing, nothing, [whole] * before)
+        x, _ = self.run_blocks(x, [Segments.frames(grids, device)] * before)
         # From lines within a token's square to its four windows.
         square = x.unflatten(0, (-1, WINDOW, WINDOW, WINDOW, WINDOW))
         x = self.window_merger(square.transpose(2, 3).flatten(0, 4))
         merged = Segments.pack(grids, lambda h, w: [h * w // WINDOW**2], device)
         after = len(self.blocks) - before
-        x, _ = self.run_blocks(x, nothing, nothing, [merged] * after, first=before)
+        x, _ = self.run_blocks(x, [merged] * after, first=before)
         return self.merger(self.post_layernorm(x))

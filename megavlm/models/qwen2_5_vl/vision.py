@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megavlm.data.media.image_processing import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_layers import (
+    Attention,
     Merger,
     PaddedLinear,
     PatchEmbed,
@@ -110,8 +111,8 @@ class VisionTower(Tower):
         self.blocks = nn.ModuleList(
             VisionBlock(
                 size,
-                config.num_heads,
                 rms_norm,
+                Attention(size, config.num_heads),
                 MLP(size, config.intermediate_size, config.hidden_act),
             )
             for _ in range(config.depth)
@@ -125,14 +126,12 @@ class VisionTower(Tower):
         cells = pack_orders(grids, lambda h, w: cell_order(h, w, merge, window))
         restored = inverse_order(cells).to(device)  # before the blocks: the copy waits for a GPU
         positions = pack_values(grids, lambda h, w: patch_positions(h, w, merge))[order]
-        cos, sin = rotary_angles(positions.to(device), self.head_dim, self.theta)
-
+        rotary = rotary_angles(positions.to(device), self.head_dim, self.theta)
         whole = Segments.frames(grids, device)
         windows = Segments.pack(grids, lambda h, w: window_lengths(h, w, merge, window), device)
         x, _ = self.run_blocks(
             self.patch_embed(patches[order.to(device)]),
-            cos,
-            sin,
             [whole if i in self.full_attention else windows for i in range(len(self.blocks))],
+            rotary,
         )
         return self.merger(x)[restored]

@@ -13,6 +13,7 @@ from megavlm.data.media.image_processing import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_layers import (
     MLP,
+    Attention,
     Merger,
     PatchEmbed,
     Segments,
@@ -43,8 +44,8 @@ class VisionTower(Tower):
         self.blocks = nn.ModuleList(
             VisionBlock(
                 size,
-                config.num_heads,
                 layer_norm,
+                Attention(size, config.num_heads),
                 MLP(size, int(size * config.mlp_ratio), config.hidden_act),
             )
             for _ in range(config.depth)
@@ -54,7 +55,7 @@ class VisionTower(Tower):
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         device = patches.device
         positions = pack_values(grids, lambda h, w: patch_positions(h, w, self.merge_size))
-        cos, sin = rotary_angles(positions.to(device), self.head_dim, self.theta)
-        segments = Segments.frames(grids, device)
-        x, _ = self.run_blocks(self.patch_embed(patches), cos, sin, [segments] * len(self.blocks))
+        rotary = rotary_angles(positions.to(device), self.head_dim, self.theta)
+        segments = [Segments.frames(grids, device)] * len(self.blocks)
+        x, _ = self.run_blocks(self.patch_embed(patches), segments, rotary)
         return self.merger(x)

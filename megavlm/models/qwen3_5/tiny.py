@@ -62,7 +62,7 @@ def _mixture(sizes: TinySizes) -> Sections:
 
 
 _OPTIONS = ("head_dim", "linear_head_dim", "position_table_side")
-_EXPERTS = ("num_experts", "experts_per_token", "moe_ffn_size")
+_EXPERTS = ("num_experts", "experts_per_token", "moe_ffn_size")  # no layer is dense
 TINY = {
     "qwen3_5": qwen_family(Qwen3_5Config, _dense, _OPTIONS),
     # Released files stack experts in the same way as transformers in memory, but transformers'

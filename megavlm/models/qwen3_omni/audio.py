@@ -12,47 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megavlm.models.common.vision_layers import Segments, attend
+from megavlm.models.common.vision_layers import MLP, PlainAttention, Segments, VisionBlock
 from megavlm.models.qwen3_omni.config import count_tokens, halved
-
-
-class Attention(nn.Module):
-    """Attention within segments. Input and output are [P, D]."""
-
-    def __init__(self, size: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.qkv, self.out_proj = nn.Linear(size, 3 * size), nn.Linear(size, size)
-
-    def forward(self, x: Tensor, segments: Segments) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(1, (3, self.num_heads, -1)).unbind(1)
-        return self.out_proj(attend(q, k, v, segments).flatten(1))
-
-
-class MLP(nn.Module):
-    """MLP of two linear layers with exact (erf) GELU."""
-
-    def __init__(self, size: int, width: int) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(size, width), nn.Linear(width, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
-
-
-class Block(nn.Module):
-    """Transformer block."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        size = config.d_model
-        self.norm1, self.norm2 = nn.LayerNorm(size), nn.LayerNorm(size)
-        self.attn = Attention(size, config.encoder_attention_heads)
-        self.mlp = MLP(size, config.encoder_ffn_dim)
-
-    def forward(self, x: Tensor, segments: Segments) -> Tensor:
-        x = x + self.attn(self.norm1(x), segments)
-        return x + self.mlp(self.norm2(x))
 
 
 class Projector(nn.Module):
@@ -90,21 +51,32 @@ class AudioTower(nn.Module):
         self.conv2d2 = nn.Conv2d(channels, channels, 3, 2, padding=1)
         self.conv2d3 = nn.Conv2d(channels, channels, 3, 2, padding=1)
         self.conv_out = nn.Linear(channels * halved(config.num_mel_bins), size, bias=False)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.encoder_layers))
+        self.blocks = nn.ModuleList(
+            VisionBlock(
+                size,
+                nn.LayerNorm,
+                PlainAttention(size, config.encoder_attention_heads),
+                MLP(size, config.encoder_ffn_dim, "gelu"),
+            )
+            for _ in range(config.encoder_layers)
+        )
         self.post_layernorm = nn.LayerNorm(size)
 
     def forward(
-        self, clips: Sequence[Tensor], run: Callable[[nn.ModuleList, Tensor, Segments], Tensor]
+        self, clips: Sequence[Tensor], run_block: Callable[[nn.Module, Tensor, Segments], Tensor]
     ) -> Tensor:
-        """Return the hidden states of clips [F, mel], clip after clip. run: Runs hidden states
-        through blocks that attend within segments.
+        """Return the hidden states of clips [F, mel], clip after clip. run_block: Runs hidden
+        states through a block that attends within segments.
         """
         x = torch.cat([self._tokens(clip) for clip in clips])
         windows: list[int] = []
         for clip in clips:
             whole, rest = divmod(count_tokens(len(clip), self.chunk), self.window)
             windows += [self.window] * whole + [rest] * (rest > 0)
-        return self.post_layernorm(run(self.blocks, x, Segments(tuple(windows), x.device)))
+        segments = Segments(tuple(windows), x.device)
+        for block in self.blocks:
+            x = run_block(block, x, segments)
+        return self.post_layernorm(x)
 
     def _tokens(self, clip: Tensor) -> Tensor:
         """Return the tokens [P, D] of a clip [F, mel] before attention. The convolutions see zeros

@@ -4,9 +4,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megavlm.models.common.mapping import Entry, joined, same
+from torch import nn
+
+from megavlm.models.common.mapping import Entry
+from megavlm.models.common.mapping_parts import tower
+from megavlm.models.qwen3_omni.audio import AudioTower, Projector
 from megavlm.models.qwen3_omni.config import CONVOLUTIONS, halved
-from megavlm.models.qwen3_vl.mapping import text_entries, tower_entries
+from megavlm.models.qwen3_vl.mapping import text_entries
+from megavlm.models.qwen3_vl.vision import VisionTower as ImageTower
 
 # Names of the mergers' modules in Qwen3-VL and here.
 MERGERS = (
@@ -17,61 +22,47 @@ MERGERS = (
 )
 
 
+# Parts of the audio tower's names here and on the hub.
+AUDIO = (
+    (".audio_merger.", "."),
+    (".audio.", "."),
+    (".blocks.", ".layers."),
+    (".attn.qkv.", ".self_attn.?_proj."),
+    (".attn.", ".self_attn."),
+    (".norm1.", ".self_attn_layer_norm."),
+    (".norm2.", ".final_layer_norm."),
+    (".mlp.", "."),
+    (".post_layernorm.", ".ln_post."),
+)
+
+
 def mapping(config: Any) -> list[Entry]:
     """Return an entry for every tensor. `config` is transformers' Qwen3OmniMoeThinkerConfig."""
-    entries = [
-        *_tower(config.vision_config),
-        *_audio(config.audio_config),
-        *text_entries(config, "model", separate=True),
-    ]
+    entries = [*_tower(config), *_audio(config), *text_entries(config, "model", separate=True)]
     return [replace(entry, hf=tuple(f"thinker.{name}" for name in entry.hf)) for entry in entries]
 
 
-def _tower(vision: Any) -> Iterator[Entry]:
-    for entry in tower_entries(vision, num_levels=len(vision.deepstack_visual_indexes)):
+def _tower(config: Any) -> Iterator[Entry]:
+    for entry in tower("visual", ImageTower, config):
         (name,) = entry.hf
-        name = name.removeprefix("model.")
         if "merger" in name:
             for ours, theirs in MERGERS:
                 name = name.replace(ours, theirs)
         yield replace(entry, hf=(name,))
 
 
-def _audio(audio: Any) -> Iterator[Entry]:
-    size, channels = audio.d_model, audio.downsample_hidden_size
-    megatron, hf = "visual.audio", "audio_tower"
-    rows = halved(audio.num_mel_bins)
-    for number, inputs in enumerate((1, channels, channels), 1):
-        convolution, shape = f"conv2d{number}", (channels, inputs, 3, 3)
-        weight = same(f"{megatron}.{convolution}.weight", f"{hf}.{convolution}.weight", shape)
+def _audio(config: Any) -> Iterator[Entry]:
+    rows = halved(config.audio_config.num_mel_bins)
+    shares = {
         # Each convolution halves time and frequency; one row of the last's outputs is a token.
-        yield replace(weight, share=float(rows * 4 ** (CONVOLUTIONS - number)))
-        yield same(f"{megatron}.{convolution}.bias", f"{hf}.{convolution}.bias", (channels,))
-    yield same(f"{megatron}.conv_out.weight", f"{hf}.conv_out.weight", (size, channels * rows))
-    for index in range(audio.encoder_layers):
-        yield from _block(f"{megatron}.blocks.{index}", f"{hf}.layers.{index}", audio)
-    yield from _norm(f"{megatron}.post_layernorm", f"{hf}.ln_post", size)
-    for name, rows in (("proj1", size), ("proj2", audio.output_dim)):
-        yield from _linear(f"visual.audio_merger.{name}", f"{hf}.{name}", rows, size)
+        f"visual.audio.conv2d{number}.weight": float(rows * 4 ** (CONVOLUTIONS - number))
+        for number in range(1, CONVOLUTIONS + 1)
+    }
+    for entry in tower("audio_tower", _audio_modules, config, names=AUDIO):
+        yield replace(entry, share=shares.get(entry.megatron, 1.0))
 
 
-def _block(megatron: str, hf: str, audio: Any) -> Iterator[Entry]:
-    size, ffn = audio.d_model, audio.encoder_ffn_dim
-    yield from _norm(f"{megatron}.norm1", f"{hf}.self_attn_layer_norm", size)
-    for kind, shape in (("weight", (size, size)), ("bias", (size,))):
-        names = [f"{hf}.self_attn.{x}_proj.{kind}" for x in "qkv"]
-        yield joined(f"{megatron}.attn.qkv.{kind}", names, shape)
-    yield from _linear(f"{megatron}.attn.out_proj", f"{hf}.self_attn.out_proj", size, size)
-    yield from _norm(f"{megatron}.norm2", f"{hf}.final_layer_norm", size)
-    yield from _linear(f"{megatron}.mlp.fc1", f"{hf}.fc1", ffn, size)
-    yield from _linear(f"{megatron}.mlp.fc2", f"{hf}.fc2", size, ffn)
-
-
-def _linear(megatron: str, hf: str, rows: int, columns: int) -> Iterator[Entry]:
-    yield same(f"{megatron}.weight", f"{hf}.weight", (rows, columns))
-    yield same(f"{megatron}.bias", f"{hf}.bias", (rows,))
-
-
-def _norm(megatron: str, hf: str, size: int) -> Iterator[Entry]:
-    yield same(f"{megatron}.weight", f"{hf}.weight", (size,))
-    yield same(f"{megatron}.bias", f"{hf}.bias", (size,))
+def _audio_modules(config: Any) -> nn.Module:
+    """Return the modules that Qwen3-VL's tower lacks, by their names in `VisionTower`."""
+    audio = config.audio_config
+    return nn.ModuleDict({"audio": AudioTower(audio), "audio_merger": Projector(audio)})

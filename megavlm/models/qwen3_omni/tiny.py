@@ -7,13 +7,9 @@ from typing import Any
 from transformers import Qwen3OmniMoeConfig
 
 from megavlm.models.common.qwen_tiny import CHAT_TEMPLATE as QWEN_TEMPLATE
-from megavlm.models.common.qwen_tiny import END_OF_TEXT, END_OF_TURN, TOKENS
-from megavlm.models.common.tiny import (
-    TinyFamily,
-    TinySizes,
-    interleaved_mrope_section,
-    text_values,
-)
+from megavlm.models.common.qwen_tiny import END_OF_TURN, TOKENS, qwen_text, qwen_vision
+from megavlm.models.common.tiny import EXPERT_OPTIONS, TinyFamily, TinySizes, marked_tokenizer
+from megavlm.models.qwen3_vl.tiny import OPTIONS, mixture
 from megavlm.parallel.torchvision_ops import define_torchvision_operators
 
 MARKS = {
@@ -35,9 +31,10 @@ MEL = 16  # values of a log-mel frame; released models have 128
 
 
 def _config(sizes: TinySizes, vocab_size: int, ids: Mapping[str, int]) -> Any:
+    text, vision = mixture(sizes)
     thinker = {
-        "text_config": _text(sizes, vocab_size, ids),
-        "vision_config": _vision(sizes),
+        "text_config": text | qwen_text(sizes, vocab_size, ids) | {"norm_topk_prob": True},
+        "vision_config": vision | qwen_vision(sizes),
         "audio_config": {
             "num_mel_bins": MEL,
             "encoder_layers": 2,
@@ -80,47 +77,6 @@ def _config(sizes: TinySizes, vocab_size: int, ids: Mapping[str, int]) -> Any:
         im_start_token_id=ids["<|im_start|>"],
         im_end_token_id=ids[END_OF_TURN],
     )
-
-
-def _text(sizes: TinySizes, vocab_size: int, ids: Mapping[str, int]) -> dict[str, Any]:
-    head_dim = sizes.head_dim or sizes.hidden_size // sizes.num_heads
-    return text_values(sizes, vocab_size) | {
-        "head_dim": head_dim,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": interleaved_mrope_section(head_dim),
-            "mrope_interleaved": True,
-        },
-        "num_experts": sizes.num_experts or 4,
-        "num_experts_per_tok": sizes.experts_per_token or 2,
-        "moe_intermediate_size": sizes.expert_ffn_size,
-        "mlp_only_layers": list(sizes.dense_layers or ()),
-        "decoder_sparse_step": 1,
-        "norm_topk_prob": True,
-        "bos_token_id": ids[END_OF_TEXT],
-        "eos_token_id": ids[END_OF_TURN],
-        "pad_token_id": ids[END_OF_TEXT],
-    }
-
-
-def _vision(sizes: TinySizes) -> dict[str, Any]:
-    blocks = sizes.deepstack_blocks
-    if blocks is None:
-        blocks = range(min(3, sizes.vision_depth, sizes.num_layers))
-    return {
-        "depth": sizes.vision_depth,
-        "num_heads": sizes.vision_num_heads,
-        "hidden_size": sizes.vision_hidden_size,
-        "intermediate_size": sizes.vision_ffn_size,
-        "out_hidden_size": sizes.hidden_size,
-        "deepstack_visual_indexes": list(blocks),
-        "num_position_embeddings": (sizes.position_table_side or 8) ** 2,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "initializer_range": sizes.init_std,
-    }
 
 
 def _talker(sizes: TinySizes) -> dict[str, Any]:
@@ -167,7 +123,6 @@ def _talker(sizes: TinySizes) -> dict[str, Any]:
 def _processor(config: Any, tokenizer: Any, max_pixels: int | None) -> Any:
     define_torchvision_operators()
     from transformers import (
-        PreTrainedTokenizerFast,
         Qwen2VLImageProcessor,
         Qwen2VLVideoProcessor,
         Qwen3OmniMoeProcessor,
@@ -182,37 +137,18 @@ def _processor(config: Any, tokenizer: Any, max_pixels: int | None) -> Any:
         "image_mean": half,
         "image_std": half,
     }
-    named = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer,
-        eos_token=tokenizer.eos_token,
-        pad_token=tokenizer.pad_token,
-        extra_special_tokens=MARKS,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=tokenizer.model_max_length,
-        clean_up_tokenization_spaces=False,
-    )
     return Qwen3OmniMoeProcessor(
         image_processor=Qwen2VLImageProcessor(**values),
         video_processor=Qwen2VLVideoProcessor(**values),
         feature_extractor=WhisperFeatureExtractor(feature_size=MEL),
-        tokenizer=named,
+        tokenizer=marked_tokenizer(tokenizer, MARKS),
         chat_template=CHAT_TEMPLATE,
     )
 
 
 TINY = {
     "qwen3_omni_moe": TinyFamily(
-        options=frozenset(
-            {
-                "head_dim",
-                "deepstack_blocks",
-                "position_table_side",
-                "num_experts",
-                "experts_per_token",
-                "moe_ffn_size",
-                "dense_layers",
-            }
-        ),
+        options=frozenset({*OPTIONS, *EXPERT_OPTIONS}),
         tokens=replace(
             TOKENS,
             special=(*TOKENS.special, "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"),

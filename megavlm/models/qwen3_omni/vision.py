@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megavlm.data.media.audio import ProcessedAudio
 from megavlm.data.media.image_processing import ProcessedImage
-from megavlm.models.common.vision_layers import Segments
 from megavlm.models.qwen3_omni.audio import AudioTower, Projector
 from megavlm.models.qwen3_vl.vision import VisionTower as ImageTower
 
@@ -39,7 +38,7 @@ class VisionTower(ImageTower):
         if not clips:
             return super().encode(images)
         device = self.audio.conv_out.weight.device
-        heard = self.audio([clip.patches(device) for clip in clips], self._run)
+        heard = self.audio([clip.patches(device) for clip in clips], self.run_block)
         heard = self.audio_merger(heard)
         heard = torch.cat([heard, heard.new_zeros(len(heard), self.num_levels * heard.size(1))], 1)
         seen = [image for image in images if not isinstance(image, ProcessedAudio)]
@@ -49,8 +48,3 @@ class VisionTower(ImageTower):
             True: iter(heard.split([clip.num_tokens for clip in clips])),
         }
         return torch.cat([next(parts[isinstance(image, ProcessedAudio)]) for image in images])
-
-    def _run(self, blocks: nn.ModuleList, x: Tensor, segments: Segments) -> Tensor:
-        for block in blocks:
-            x = self.run_block(block, x, segments)
-        return x

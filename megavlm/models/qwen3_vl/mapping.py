@@ -1,19 +1,14 @@
 """Mapping of Qwen3-VL, dense and MoE, between hub tensors and this model's tensors."""
 
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-from megavlm.models.common.mapping import Entry, Shape
-from megavlm.models.common.mapping_parts import (
-    attention,
-    experts,
-    language_model,
-    linear_shapes,
-    mlp,
-    norm_shapes,
-    tower,
-)
+from megavlm.models.common.mapping import Entry
+from megavlm.models.common.mapping_parts import attention, experts, language_model, mlp, tower
 from megavlm.models.qwen3_vl.config import expert_layers
+from megavlm.models.qwen3_vl.vision import VisionTower
 
 
 def mapping(config: Any) -> list[Entry]:
@@ -29,7 +24,8 @@ def mapping(config: Any) -> list[Entry]:
 
 def tower_entries(vision: Any, *, num_levels: int) -> Iterator[Entry]:
     """Return the tower's entries. `num_levels` is the number of DeepStack levels."""
-    return tower("model.visual", vision, vision.hidden_size, _vision_shapes(vision, num_levels))
+    make = partial(VisionTower, tapped_blocks=range(num_levels))
+    return tower("model.visual", make, SimpleNamespace(vision_config=vision))
 
 
 def text_entries(
@@ -53,25 +49,3 @@ def text_entries(
             yield from mlp(text, megatron, hf)
 
     return language_model(config, hf_root, layer)
-
-
-def _vision_shapes(vision: Any, num_levels: int) -> dict[str, Shape]:
-    size, ffn = vision.hidden_size, vision.intermediate_size
-    merged = size * vision.spatial_merge_size**2
-    shapes: dict[str, Shape] = {
-        "patch_embed.proj.bias": (size,),
-        "pos_embed.weight": (vision.num_position_embeddings, size),
-    }
-    for index in range(vision.depth):
-        block = f"blocks.{index}"
-        shapes |= norm_shapes(f"{block}.norm1", size) | norm_shapes(f"{block}.norm2", size)
-        shapes |= linear_shapes(f"{block}.attn.qkv", 3 * size, size)
-        shapes |= linear_shapes(f"{block}.attn.proj", size, size)
-        shapes |= linear_shapes(f"{block}.mlp.linear_fc1", ffn, size)
-        shapes |= linear_shapes(f"{block}.mlp.linear_fc2", size, ffn)
-    levels = [f"deepstack_merger_list.{i}" for i in range(num_levels)]
-    for merger in ("merger", *levels):
-        shapes |= norm_shapes(f"{merger}.norm", size if merger == "merger" else merged)
-        shapes |= linear_shapes(f"{merger}.linear_fc1", merged, merged)
-        shapes |= linear_shapes(f"{merger}.linear_fc2", vision.out_hidden_size, merged)
-    return shapes

@@ -3,7 +3,7 @@
 from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
 
 from megavlm.models.common.qwen_tiny import Sections, qwen_family
-from megavlm.models.common.tiny import TinySizes, interleaved_mrope_section
+from megavlm.models.common.tiny import EXPERT_OPTIONS, TinySizes, interleaved_mrope_section
 
 
 def _dense(sizes: TinySizes) -> Sections:
@@ -31,29 +31,33 @@ def _dense(sizes: TinySizes) -> Sections:
     return text, vision
 
 
-def _mixture(sizes: TinySizes) -> Sections:
-    ffn = sizes.expert_ffn_size
-    if sizes.hidden_size in (ffn, 2 * ffn):
-        raise ValueError(
-            f"moe_ffn_size: {ffn} makes an expert tensor square under hidden_size "
-            f"{sizes.hidden_size}, but transformers decides by its shape whether to transpose it"
-        )
+def mixture(sizes: TinySizes) -> Sections:
+    """Return the values of a mixture's text_config and vision_config that are the family's own."""
     text, vision = _dense(sizes)
     text |= {
         "num_experts": sizes.num_experts or 4,
         "num_experts_per_tok": sizes.experts_per_token or 2,
-        "moe_intermediate_size": ffn,
+        "moe_intermediate_size": sizes.expert_ffn_size,
         "mlp_only_layers": list(sizes.dense_layers or ()),
         "decoder_sparse_step": 1,
     }
     return text, vision
 
 
-_OPTIONS = ("head_dim", "deepstack_blocks", "position_table_side")
-_EXPERTS = ("num_experts", "experts_per_token", "moe_ffn_size", "dense_layers")
+def _stacked_mixture(sizes: TinySizes) -> Sections:
+    ffn = sizes.expert_ffn_size
+    if sizes.hidden_size in (ffn, 2 * ffn):
+        raise ValueError(
+            f"moe_ffn_size: {ffn} makes an expert tensor square under hidden_size "
+            f"{sizes.hidden_size}, but transformers decides by its shape whether to transpose it"
+        )
+    return mixture(sizes)
+
+
+OPTIONS = ("head_dim", "deepstack_blocks", "position_table_side")
 TINY = {
-    "qwen3_vl": qwen_family(Qwen3VLConfig, _dense, _OPTIONS),
+    "qwen3_vl": qwen_family(Qwen3VLConfig, _dense, OPTIONS),
     "qwen3_vl_moe": qwen_family(
-        Qwen3VLMoeConfig, _mixture, (*_OPTIONS, *_EXPERTS), transposes_experts=True
+        Qwen3VLMoeConfig, _stacked_mixture, (*OPTIONS, *EXPERT_OPTIONS), transposes_experts=True
     ),
 }

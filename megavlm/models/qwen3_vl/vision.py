@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megavlm.data.media.image_processing import Grid
 from megavlm.models.common.tower import Tower
 from megavlm.models.common.vision_layers import (
+    Attention,
     PatchEmbed,
     Segments,
     VisionBlock,
@@ -119,8 +120,8 @@ class VisionTower(Tower):
         self.blocks = nn.ModuleList(
             VisionBlock(
                 size,
-                config.num_heads,
                 layer_norm,
+                Attention(size, config.num_heads),
                 MLP(size, config.intermediate_size, config.hidden_act),
             )
             for _ in range(config.depth)
@@ -135,15 +136,9 @@ class VisionTower(Tower):
         x = self.patch_embed(patches)
         x = x + self._learned_positions(grids, device).to(x.dtype)
         positions = pack_values(grids, lambda h, w: patch_positions(h, w, self.merge_size))
-        cos, sin = rotary_angles(positions.to(device), self.head_dim, self.theta)
-        segments = Segments.frames(grids, device)
-        x, tapped = self.run_blocks(
-            x,
-            cos,
-            sin,
-            [segments] * len(self.blocks),
-            taps=self.tapped_blocks,
-        )
+        rotary = rotary_angles(positions.to(device), self.head_dim, self.theta)
+        segments = [Segments.frames(grids, device)] * len(self.blocks)
+        x, tapped = self.run_blocks(x, segments, rotary, taps=self.tapped_blocks)
         levels = [
             self.deepstack_merger_list[self.tapped_blocks.index(block)](hidden)
             for block, hidden in zip(sorted(self.tapped_blocks), tapped, strict=True)

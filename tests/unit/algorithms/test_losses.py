@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megavlm.algorithms.policy_loss import PolicyInputs, PolicyTerm
-from megavlm.algorithms.registry import load_policy_loss
+from megavlm.algorithms.registry import POLICY_LOSSES, load_policy_loss
 from megavlm.config.algorithm import GRPO
 from tests.unit.algorithms.literal import ROW, row
 
@@ -142,26 +142,16 @@ def test_sapo_is_the_formula_of_the_paper(ratio: float, advantage: float) -> Non
 def test_only_the_current_policy_gets_a_gradient() -> None:
     logprobs = torch.tensor([-1.0], requires_grad=True)
     old = torch.tensor([-1.1], requires_grad=True)
-    ids = torch.zeros(1, dtype=torch.int64)
-    for term in (
-        term_of("clip", logprobs, old, torch.ones(1)),
-        term_of("gspo", logprobs, old, torch.ones(1), ids),
-        term_of("cispo", logprobs, old, torch.ones(1)),
-        term_of("sapo", logprobs, old, torch.ones(1)),
-    ):
-        term.loss.sum().backward()
+    for name in POLICY_LOSSES:
+        term_of(name, logprobs, old, torch.ones(1)).loss.sum().backward()
         assert old.grad is None and logprobs.grad is not None
 
 
 def test_the_first_update_has_the_gradient_of_the_plain_policy_gradient() -> None:
     logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     advantages, ids = torch.tensor([1.0, -0.5, 0.0]), torch.tensor([0, 0, 1])
-    for term in (
-        term_of("clip", logprobs, logprobs, advantages),
-        term_of("gspo", logprobs, logprobs, advantages, ids),
-        term_of("cispo", logprobs, logprobs, advantages),
-        term_of("sapo", logprobs, logprobs, advantages),
-    ):
+    for name in POLICY_LOSSES:
+        term = term_of(name, logprobs, logprobs, advantages, ids)
         assert torch.equal(gradient(term, logprobs), -advantages)
 
 
@@ -169,10 +159,6 @@ def test_extreme_differences_stay_finite() -> None:
     logprobs = torch.tensor([0.0, -300.0], requires_grad=True)
     old, advantages = torch.tensor([-300.0, 0.0]), torch.tensor([-1.0, 1.0])
     ids = torch.tensor([0, 1])
-    for term in (
-        term_of("clip", logprobs, old, advantages),
-        term_of("gspo", logprobs, old, advantages, ids),
-        term_of("cispo", logprobs, old, advantages),
-        term_of("sapo", logprobs, old, advantages),
-    ):
+    for name in POLICY_LOSSES:
+        term = term_of(name, logprobs, old, advantages, ids)
         assert term.loss.isfinite().all() and gradient(term, logprobs).isfinite().all()

@@ -220,10 +220,6 @@ CASES = {
         lambda hf: configure_text(hf, torch_dtype="Tensor"),
         r"config\.json has torch_dtype='Tensor', but torch has no such dtype",
     ),
-    "index of garbage": (
-        lambda hf: (shard(hf), (hf / "model.safetensors.index.json").write_text("{")),
-        r"index\.json is not a safetensors index",
-    ),
     "one key of two dtypes": (
         lambda hf: rewrite(
             hf,

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint_tools.lora import peft_folder
 from megavlm.checkpointing.folder import LORA_SETTINGS as SETTINGS
 from tests.unit.checkpoint_tools.command import refusal, run
 from tests.unit.checkpoint_tools.conftest import Folder
@@ -196,23 +195,6 @@ def test_a_base_that_is_not_there(
         ("lora-merge", checkpoint, tmp_path / "out", "--adapter", peft),
     ):
         assert "already has adapters: merge them first" in refusal(capsys, *command)
-
-
-def test_adapters_that_may_not_be_read(
-    peft: Path,
-    hf_folder: Folder,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def forbidden(path: Path, **_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(peft_folder, "safe_open", forbidden)
-    message = refusal(capsys, "lora-import", peft, tmp_path / "out", "--base", hf_folder(FAMILY))
-    assert (
-        "adapter_model.safetensors cannot be read: " in message and "Permission denied" in message
-    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
 from megavlm.checkpointing.folder import (
-    latest_step,
     read_extra,
     step_folder,
     write_extra,
@@ -267,8 +266,8 @@ def weights_of(hf: Path) -> dict[Any, torch.Tensor]:
     return start(hf, ONE_RANK).weights()
 
 
-def load_weights(hf: Path, ranks: Ranks, folder: Path, dtype: torch.dtype) -> bool:
-    run = start(hf, ranks, dtype=dtype)
+def load_weights(hf: Path, ranks: Ranks, folder: Path) -> bool:
+    run = start(hf, ranks)
     expected = run.weights()
     with torch.no_grad():
         for chunk in run.chunks:
@@ -279,21 +278,14 @@ def load_weights(hf: Path, ranks: Ranks, folder: Path, dtype: torch.dtype) -> bo
     return all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [("TP2xPP2", torch.bfloat16), *slow(("PP2 virtual 2", torch.float32))],
-)
-def test_an_imported_checkpoint_loads_under_any_layout(
-    tmp_path: Path, layout: str, dtype: torch.dtype
-) -> None:
-    """bf16 weights into a model of the same dtype and into an fp32 one."""
+def test_imported_weights_in_bf16_load_into_a_model_in_fp32(tmp_path: Path) -> None:
     hf = make_hf(tmp_path / "hf", num_layers=4)
     path = hf / "model.safetensors"
     save_file({name: x.bfloat16() for name, x in load_file(path).items()}, path)
     import_hf(hf, tmp_path / "checkpoint")
-    ranks = LAYOUTS[layout]
-    assert all(launch(ranks.world_size, load_weights, hf, ranks, tmp_path / "checkpoint", dtype))
+    assert launch(1, load_weights, hf, ONE_RANK, tmp_path / "checkpoint") == [True]
 
 
 def load_error(
@@ -420,28 +412,6 @@ def test_damaged_files_of_the_model_are_named_on_every_rank(hf: Path, tmp_path: 
     path.write_bytes(path.read_bytes()[:100])
     first, second = launch(2, load_error, hf, TP2, tmp_path / "imported", None, True)
     assert first == second and first.startswith(f"{path} has 100 bytes"), first
-
-
-@pytest.mark.distributed
-def test_latest_survives_a_bad_tracker(
-    steps: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert latest_step(tmp_path / "none") is None
-    tracker = steps / "latest"
-    assert tracker.read_text() == "step_00000002\n"
-    assert latest_step(steps) == 2
-    tracker.write_text("step_00000001\n")
-    assert latest_step(steps) == 1
-    assert not caplog.records
-    for text in ("", "step_00000009", "\0\xff garbage", "2"):
-        tracker.write_text(text)
-        caplog.clear()
-        assert latest_step(steps) == 2
-        assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    tracker.unlink()
-    assert latest_step(steps) == 2
-    (step_folder(steps, 2) / "manifest.json").unlink()
-    assert latest_step(steps) == 1
 
 
 def resume_elsewhere(hf: Path, folder: Path) -> list[str]:

@@ -139,6 +139,7 @@ def test_a_damaged_tracker_is_never_replaced_silently(
 
 def test_an_empty_tracker_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And a step without a manifest is none."""
+    assert latest_step(tmp_path / "none") is None
     for step in (1, 2, 3):
         step_folder(tmp_path, step).mkdir()
     for step in (1, 2):
@@ -148,3 +149,5 @@ def test_an_empty_tracker_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptu
         caplog.clear()
         assert latest_step(tmp_path) == 2
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    (tmp_path / "latest").unlink()
+    assert latest_step(tmp_path) == 2

@@ -68,23 +68,6 @@ def test_a_row_is_read_alone(tmp_path: Path) -> None:
     assert psutil.Process().memory_info().rss - before < 2**27
 
 
-def test_a_missing_shard_is_named(folder: Path) -> None:
-    split(folder)
-    (folder / "part-1.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"part-1\.safetensors is missing: .* places \d+ tensors"):
-        HFFolder(folder)
-
-
-def test_a_tensor_that_its_shard_lacks_is_named(folder: Path) -> None:
-    split(folder)
-    index = folder / "model.safetensors.index.json"
-    places = json.loads(index.read_text())
-    places["weight_map"]["model.extra"] = "part-0.safetensors"
-    index.write_text(json.dumps(places))
-    with pytest.raises(ValueError, match=r"part-0\.safetensors does not hold model\.extra"):
-        HFFolder(folder)
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
 def test_a_broken_index_is_named(folder: Path, text: str) -> None:
     split(folder)
@@ -102,24 +85,3 @@ def test_an_index_cannot_point_outside_the_folder(folder: Path) -> None:
         ValueError, match=r"'\.\./a\.safetensors', but this folder has no such file"
     ):
         HFFolder(folder)
-
-
-@pytest.mark.parametrize("size", [0, 4, 1000, -1])
-def test_a_truncated_file_is_named(folder: Path, size: int) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safetensors file"):
-        HFFolder(folder)
-
-
-def test_pickled_weights_are_refused(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pickled weights \(pytorch_model\.bin\)"):
-        HFFolder(folder)
-
-
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds neither model\.safetensors nor"):
-        HFFolder(tmp_path)
-    with pytest.raises(ValueError, match=r"nowhere is not a folder"):
-        HFFolder(tmp_path / "nowhere")

@@ -10,14 +10,15 @@ from torch import Tensor
 from megavlm.models.common.loading import HUB, written_shapes
 from megavlm.models.common.mapping import (
     COLUMNS,
+    EXPERT_COLUMNS,
+    EXPERT_GATED,
     Entry,
     by_key,
-    expert_down,
-    expert_gated,
     fused_qkv,
     gated,
     keeps_order,
     shard_tensor,
+    stacked,
     unshard,
 )
 from megavlm.models.linear_attention.fused_rows import group_rows, join_gated
@@ -76,13 +77,13 @@ def test_each_rank_holds_its_piece_of_gate_and_of_up() -> None:
 
 def test_an_experts_row_of_the_hub_is_transposed() -> None:
     """H = 2, I = 2: the hub's columns are gate's and up's, Megatron's rows."""
-    gate_up = expert_gated("fc1", "gate_up", (3, 2, 4), expert=1, transposed=True)
+    gate_up = stacked("fc1", "gate_up", (3, 2, 4), EXPERT_GATED, 1, transposed=True)
     full = gate_up.to_megatron([torch.tensor([[0, 1, 10, 11], [2, 3, 12, 13]])])
     assert full.tolist() == [[0, 2], [1, 3], [10, 12], [11, 13]]
     assert shard_tensor(gate_up, full, 1, 2).tolist() == [[1, 3], [11, 13]]
     assert gate_up.shard.axis == "expert_tensor" and gate_up.checkpoint_shape == (3, 4, 2)
 
-    down = expert_down("fc2", "down", (3, 2, 2), expert=1, transposed=True)
+    down = stacked("fc2", "down", (3, 2, 2), EXPERT_COLUMNS, 1, transposed=True)
     full = down.to_megatron([torch.tensor([[0, 1], [2, 3]])])
     assert full.tolist() == [[0, 2], [1, 3]]
     assert shard_tensor(down, full, 1, 2).tolist() == [[2], [3]]
@@ -90,7 +91,7 @@ def test_an_experts_row_of_the_hub_is_transposed() -> None:
 
 
 def test_an_experts_row_that_is_not_transposed() -> None:
-    down = expert_down("fc2", "down", (3, 2, 2), expert=1, transposed=False)
+    down = stacked("fc2", "down", (3, 2, 2), EXPERT_COLUMNS, 1, transposed=False)
     row = torch.tensor([[0, 1], [2, 3]])
     assert torch.equal(down.to_megatron([row]), row)
 
@@ -120,7 +121,7 @@ def test_a_size_that_does_not_divide_is_refused() -> None:
     entry = gated("fc1.weight", "gate", "up", (6, 1))
     with pytest.raises(ValueError, match=r"shape \(12, 1\).* 8 equal .* a parallel\.tensor that"):
         shard_tensor(entry, torch.zeros(12, 1), 0, 4)
-    entry = expert_gated("fc1", "gate_up", (1, 1, 6), expert=0, transposed=True)
+    entry = stacked("fc1", "gate_up", (1, 1, 6), EXPERT_GATED, 0, transposed=True)
     with pytest.raises(ValueError, match=r"6 equal pieces; choose a parallel\.expert_tensor that"):
         shard_tensor(entry, torch.zeros(6, 1)[:5], 0, 3)
 

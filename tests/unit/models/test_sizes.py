@@ -2,6 +2,7 @@
 same as ranks that exist.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,8 @@ from megavlm.models.common.loading import local_tensors
 from megavlm.models.common.mapping import shard_tensor
 from megavlm.models.sizes import (
     ParameterSize,
-    Size,
-    by_component,
     equal_ranks,
     rank_parameters,
-    total,
 )
 from megavlm.parallel.fake import fake_rank, without_memory
 from megavlm.parallel.mesh import Layout, build_mesh
@@ -140,7 +138,7 @@ def test_a_layout_of_72b_to_the_byte(tmp_path: Path) -> None:
         "embedding": bf16(hidden * vocabulary // 8),
         "attention": bf16(10 * attention),
         "mlp": bf16(10 * mlp),
-        "tower": Size(tower, 2 * tower, trained=0),
+        "tower": (tower, 2 * tower, 0),
     }
     assert by_component(last.parameters)["output"] == bf16(hidden * vocabulary // 8 + hidden)
 
@@ -162,8 +160,19 @@ def layout_of(release: str) -> tuple[Layout, int, ModelOptions]:
     return cluster.layout, cluster.world_size, cluster.options
 
 
+Size = tuple[int, int, int]  # parameters, bytes, trained parameters
+
+
 def bf16(parameters: int) -> Size:
-    return Size(parameters, 2 * parameters, parameters)
+    return parameters, 2 * parameters, parameters
+
+
+def by_component(parameters: Iterable[ParameterSize]) -> dict[str, Size]:
+    sizes: dict[str, Size] = {}
+    for x in parameters:
+        numel, size, trained = sizes.get(x.component, (0, 0, 0))
+        sizes[x.component] = numel + x.numel, size + x.bytes, trained + x.numel * x.trained
+    return sizes
 
 
 def test_experts_of_30b_to_the_byte(tmp_path: Path) -> None:
@@ -174,7 +183,6 @@ def test_experts_of_30b_to_the_byte(tmp_path: Path) -> None:
     sizes = by_component(everyone.parameters)
     assert sizes["experts"] == bf16(48 * (16 * 3 * 2048 * 768 + 128 * 2048 + 2048))
     assert "mlp" not in sizes
-    assert total(everyone.parameters).bytes == sum(x.bytes for x in sizes.values())
 
 
 def test_experts_are_named_by_their_number_in_the_model(tmp_path: Path) -> None:

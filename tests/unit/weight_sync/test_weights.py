@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 import pytest
 import torch
 
-from megavlm.models.common.mapping import ROWS, Entry, expert_down, same
+from megavlm.models.common.mapping import EXPERT_COLUMNS, ROWS, Entry, same, stacked
 from megavlm.parallel.mesh import Layout
 from megavlm.weight_sync.checksums import Checksums
 from megavlm.weight_sync.gather import to_hf
@@ -48,7 +48,7 @@ def test_what_changes_comes_first_and_alone_where_the_rest_is_known() -> None:
 
 def test_a_stack_of_experts_is_cut_to_buckets() -> None:
     experts = [
-        expert_down("fc2", "e.experts.down_proj", (3, 2, 5), expert, transposed=True)
+        stacked("fc2", "e.experts.down_proj", (3, 2, 5), EXPERT_COLUMNS, expert, transposed=True)
         for expert in range(3)
     ]
     whole = plan([same("a", "a", (4,)), *experts, same("b", "b", (4,))])
@@ -100,14 +100,16 @@ def test_givers_of_experts() -> None:
     trainer = TrainerRanks(layout, 16, (0, 1))
     for expert, ranks in ((0, (8, 9)), (1, (8, 9)), (2, (10, 11)), (3, (10, 11))):
         key = "language_model.decoder.layers.1.mlp.experts.experts.linear_fc2.weight"
-        entry = expert_down(key, "x.experts.down_proj", (4, 2, 5), expert, transposed=True)
+        entry = stacked(
+            key, "x.experts.down_proj", (4, 2, 5), EXPERT_COLUMNS, expert, transposed=True
+        )
         assert trainer.source_ranks(entry) == ranks
 
 
 def test_a_piece_of_a_stack_is_its_experts_in_order() -> None:
     """HF's [E, I, H] from Megatron's [H, I] of each expert."""
     entries = [
-        expert_down("fc2", "x.experts.down_proj", (3, 2, 5), expert, transposed=True)
+        stacked("fc2", "x.experts.down_proj", (3, 2, 5), EXPERT_COLUMNS, expert, transposed=True)
         for expert in range(3)
     ]
     stack = torch.arange(30.0).view(3, 2, 5)
