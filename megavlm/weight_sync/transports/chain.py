@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -255,32 +256,36 @@ class ChainTransport:
             time.sleep(POLL)
 
     def _own(self) -> None:
-        """Take the store for this run. Raises TrainerFault if another run has it, or if it holds
-        files that no run wrote, because the links of an earlier start are removed.
+        """Take the store for this run, and see before each push that it still has it. Raises
+        TrainerFault if another run has it, or if it holds files that no run wrote, because the
+        links of an earlier start are removed.
         """
-        if self._owns:
-            return
-        owner = {"run": self._run}
+        owner, path = {"run": self._run}, f"{self._root}/{OWNER}"
         try:
-            paths = self._fs.ls(self._root, detail=False) if self._fs.exists(self._root) else []
-            held = {path.rstrip("/").rpartition("/")[2]: path for path in paths}
-            foreign = [name for name in held if not _WRITTEN.fullmatch(name)]
-            if foreign:
-                raise TrainerFault(
-                    f"rollout.store={self._url} holds {foreign[0]}, but a store has only what a "
-                    "run writes: choose another folder"
-                )
-            if path := held.pop(OWNER, None):
-                found = json.loads(self._fs.cat_file(path))
-                if found != owner:
+            self._fs.invalidate_cache()
+            if not self._owns:
+                paths = self._fs.ls(self._root, detail=False) if self._fs.exists(self._root) else []
+                held = {path.rstrip("/").rpartition("/")[2]: path for path in paths}
+                foreign = [name for name in held if not _WRITTEN.fullmatch(name)]
+                if foreign:
                     raise TrainerFault(
-                        f"rollout.store={self._url} is used by the run in {found.get('run')}: "
-                        f"choose another, or remove its {OWNER} if that run has ended"
+                        f"rollout.store={self._url} holds {foreign[0]}, but a store has only what "
+                        "a run writes: choose another folder"
                     )
-            # What its ranks sent is not known any more.
-            for old in held.values():
-                self._fs.rm(old, recursive=True)
-            self._write(OWNER, json.dumps(owner).encode())
+            if not self._fs.exists(path):
+                self._fs.makedirs(self._root, exist_ok=True)
+                with suppress(FileExistsError), self._fs.open(path, "xb") as file:
+                    file.write(json.dumps(owner).encode())  # of two runs, one creates it
+            found = json.loads(self._fs.cat_file(path) or "{}")  # empty while another creates it
+            if found != owner:
+                name = found.get("run", "another folder")
+                raise TrainerFault(
+                    f"rollout.store={self._url} is used by the run in {name}: "
+                    f"choose another, or remove its {OWNER} if that run has ended"
+                )
+            if not self._owns:
+                # What its ranks sent is not known any more.
+                self._remove([name for name in held if name != OWNER])
         except (OSError, ValueError) as error:
             raise TrainerFault(f"rollout.store={self._url} cannot be used: {error}") from error
         self._owns = True

@@ -10,8 +10,9 @@ import fsspec
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
 
-from megavlm.inference.errors import WeightSyncError
+from megavlm.inference.errors import TrainerFault, WeightSyncError
 from megavlm.inference.server_pool.receivers import Receiver
 from megavlm.weight_sync.sync import WeightSync
 from megavlm.weight_sync.transports import chain
@@ -155,6 +156,21 @@ def test_a_resumed_run_begins_a_new_base_and_another_run_is_refused(tmp_path: Pa
         assert (tmp_path / "thesis.txt").exists()
 
 
+def test_of_two_runs_one_takes_a_store(tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    first, second = (ChainTransport(url, run, timeout=1) for run in ("first", "second"))
+    second._fs = LocalFileSystem(skip_instance_cache=True)
+    second._fs.exists = lambda path: False  # at the moment before the first creates it
+    first._own()
+    with pytest.raises(TrainerFault, match="is used by the run in first: choose another"):
+        second._own()
+    second.close()
+    first._own()
+    (tmp_path / "store/owner.json").write_text("")
+    with pytest.raises(TrainerFault, match="is used by the run in another folder"):
+        first._own()
+
+
 def faulty(store: Path, urls: list[str], late: str, kind: str) -> list[Any]:
     trainer = Trainer(store, urls)
     trainer.push()
@@ -193,7 +209,8 @@ def test_a_damaged_chain_is_loaded_by_nobody_and_replaced(kind: str, tmp_path: P
         (outcomes,) = launch(1, faulty, store, [one.url], late.url, kind)
         if kind == "gone":
             assert "did not load weights" in outcomes[0] or "cannot be" in outcomes[0]
-            assert "cannot be written to rollout.store" in outcomes[1] and outcomes[2] is None
+            assert "rollout.store" in outcomes[1] and "cannot be used" in outcomes[1]
+            assert outcomes[2] is None
             assert late.weight_version != "3" and one.weight_version == "2"
             return
         assert "damaged" in outcomes[0] or "FileNotFound" in outcomes[0]
