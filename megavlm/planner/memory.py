@@ -255,7 +255,7 @@ def logits_bytes(config: Config, hf_config: Any, trained: Iterable[ParameterSize
     vocabulary = text.vocab_size // config.parallel.tensor
     tokens = config.data.pack_tokens / config.parallel.context
     chunk = min(default_chunk_size(vocabulary, "cuda"), tokens)
-    has_gradient = any(x.component in ("embedding", "head") for x in trained)
+    has_gradient = any(x.component in ("embedding", "output") for x in trained)
     gradient = vocabulary * text.hidden_size * (4 + half) * has_gradient
     hidden = 2 * tokens * text.hidden_size * itemsize
     return chunk * vocabulary * (2 * 4 + half) + gradient + hidden

@@ -15,6 +15,7 @@ import torch
 from megavlm.data.packs.trees import Tree, prompt_tree
 from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.data.rows import Row
+from megavlm.families import PART
 from megavlm.families import family as family_of
 from megavlm.models.common.tiny import TinySizes, tiny_config, tiny_family
 from tests.support.random_images import random_image
@@ -84,7 +85,8 @@ def parity_config(family: str, level: str) -> Any:
     if level == "tiny":
         sizes = {"num_layers": 2, "vision_depth": 3, "tied_embeddings": True, **TINY[family]}
         ids = {token: i for i, token in enumerate(tiny_family(family).tokens.special)}
-        return tiny_config(family, TinySizes(**sizes), TINY_VOCABULARY, ids)
+        config = tiny_config(family, TinySizes(**sizes), TINY_VOCABULARY, ids)
+        return getattr(config, PART, config)
     config = config_of(WIDE[family], num_layers=4, vision_depth=4)
     for name in ("num_experts", "n_routed_experts"):
         if hasattr(config.text_config, name):

@@ -87,14 +87,14 @@ def check_step(mesh: Mesh) -> None:
     # A first step of Adam is the gradient's sign, but for eps; weights are decayed beside it.
     norm = float(sum(x.grad_data.double().square().sum() for x in buffers)) ** 0.5
     scale = min(1.0, SETTINGS.clip_grad / (norm + 1e-6))
-    worst = 0.0
+    worst, eps = 0.0, SETTINGS.megatron_options["adam_eps"]
     for name, after in run.weights().items():
         if name not in gradients:
             assert after.equal(before[name]), f"{name} is frozen"
             continue
         gradient, old = scale * gradients[name], before[name].float()
         decay = SETTINGS.weight_decay if old.dim() > 1 else 0.0
-        new = old - SETTINGS.lr * (gradient / (gradient.abs() + SETTINGS.eps) + decay * old)
+        new = old - SETTINGS.lr * (gradient / (gradient.abs() + eps) + decay * old)
         rounded = 2**-8 * new.abs()  # weights are in bfloat16
         worst = max(worst, float(((after.float() - new).abs() - rounded).max()) / SETTINGS.lr)
     losses = [loss, *(run.update(step)["loss"] for step in range(1, 4))]

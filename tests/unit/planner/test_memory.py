@@ -162,6 +162,19 @@ def test_the_precision_aware_optimizer_takes_fewer_bytes(
         assert 4 * step_bytes(parameter, config, 4) == copied * parameter.numel * parameter.pieces
 
 
+LORA = "lora={rank: 8}"
+
+
+def test_the_last_stage_has_the_gradient_of_a_separate_output_layer(tmp_path: Path) -> None:
+    recipe = RECIPES / "grpo/qwen2_5_vl_7b_geo3k.yaml"
+    plain, adapters = (load(recipe, ["parallel.pipeline=2", key]) for key in ("run.seed=1", LORA))
+    hf_config = release(plain, tmp_path)
+    full, frozen = (RunMemory.of(x, hf_config, 4).stages[-1] for x in (plain, adapters))
+    text, tensor = hf_config.text_config, plain.parallel.tensor
+    gradient = text.vocab_size // tensor * text.hidden_size * (4 + 2)  # in fp32 and in bfloat16
+    assert full.logits - frozen.logits == gradient
+
+
 def test_offloaded_state_is_there_in_the_step_alone(tmp_path: Path) -> None:
     recipe = RECIPES / "grpo/qwen2_5_vl_7b_geo3k.yaml"
     plain, away = (load(recipe, [f"optimizer.offload={key}"]) for key in ("false", "true"))
