@@ -135,10 +135,9 @@ def their_outcome(
     with sdpa_kernel(backends):
         for answer in answers:  # one by one: their logits are whole
             ids, shown = _their_inputs(model, config, prompt, answer)
-            hidden = model.model(
+            logits = model(
                 input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **shown
-            ).last_hidden_state
-            logits = model.lm_head(hidden[0, -len(answer) - 1 : -1])
+            ).logits[0, -len(answer) - 1 : -1]
             targets = ids[0, -len(answer) :, None]
             logprobs = logits.float().log_softmax(-1).gather(1, targets)[:, 0]
             logprobs.sum().backward()

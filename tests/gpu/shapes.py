@@ -15,8 +15,8 @@ import torch
 from megavlm.data.packs.trees import Tree, prompt_tree
 from megavlm.data.processor import ProcessedImage, Prompt
 from megavlm.data.rows import Row
-from megavlm.families import PART
 from megavlm.families import family as family_of
+from megavlm.model_config import trained_config
 from megavlm.models.common.tiny import TinySizes, tiny_config, tiny_family
 from tests.support.random_images import random_image
 from tests.support.releases import RELEASES, released_config
@@ -86,7 +86,7 @@ def parity_config(family: str, level: str) -> Any:
         sizes = {"num_layers": 2, "vision_depth": 3, "tied_embeddings": True, **TINY[family]}
         ids = {token: i for i, token in enumerate(tiny_family(family).tokens.special)}
         config = tiny_config(family, TinySizes(**sizes), TINY_VOCABULARY, ids)
-        return getattr(config, PART, config)
+        return trained_config(config)
     config = config_of(WIDE[family], num_layers=4, vision_depth=4)
     for name in ("num_experts", "n_routed_experts"):
         if hasattr(config.text_config, name):
