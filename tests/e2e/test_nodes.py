@@ -13,7 +13,7 @@ import torch
 
 from megavlm.checkpointing.folder import step_folder
 from megavlm.checkpointing.reader import StepReader
-from megavlm.inference.server import free_port
+from megavlm.inference.server import ClaimedPort
 from megavlm.inference.server_main import shared_memory_of
 from megavlm.process import ExitCode
 from tests.e2e.conftest import World
@@ -49,8 +49,8 @@ ROLLOUT = {
 @contextmanager
 def two_nodes(recipe: Path, run_dir: Path) -> Iterator[tuple[Running, Running]]:
     """Start a run on two nodes; it must end within the context, and leave no process."""
-    master = f"127.0.0.1:{free_port()}"
-    options = "--nodes", "2", "--master", master, "--node-rank"
+    port = ClaimedPort()  # the nodes meet there seconds later
+    options = "--nodes", "2", "--master", f"127.0.0.1:{port.number}", "--node-rank"
     with (
         running(recipe, run_dir, *options, "0", forks_servers=False) as first,
         running(recipe, run_dir, *options, "1", forks_servers=False) as second,

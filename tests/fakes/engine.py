@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from megavlm.inference.server import ClaimedPort
 from megavlm.inference.server_main import LOADER
 from megavlm.inference.server_support import megavlm_weights
 from megavlm.weight_sync.checksums import tensor_hash
@@ -100,21 +101,22 @@ class GlooEngine:
 
     def __init__(self, shapes: Shapes, *, dies_at: int | None = None, fill: float = 0.0) -> None:
         self._shapes, self._dies_at, self._fill = shapes, dies_at, fill
+        self._port = ClaimedPort()  # no other program takes it while the process is replaced
 
     def __enter__(self) -> "GlooEngine":
-        self._start(0)
+        self._start()
         return self
 
     def restart(self) -> None:
         """Replace the process by another at the same address."""
         self.__exit__()
-        self._start(int(self.url.rpartition(":")[2]))
+        self._start()
 
-    def _start(self, port: int) -> None:
+    def _start(self) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, self._dies_at, port, self._shapes, self._fill)
+            target=_serve, args=(theirs, self._dies_at, self._port.number, self._shapes, self._fill)
         )
         self._process.start()
         self.url: str = self._pipe.recv()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megavlm.config.lora import LoRA
 from megavlm.data.packs.packing import Pack, make_pack
-from megavlm.data.packs.trees import prompt_tree
+from megavlm.data.packs.trees import Tree, prompt_tree
 from megavlm.data.processor import Prompt
 from megavlm.families import family
 from megavlm.inference.protocol import Response, SamplingParams, adapter_name
@@ -25,6 +25,8 @@ from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.collectives import broadcast_object
 from megavlm.parallel.mesh import Mesh
+from megavlm.rollout.group_tree import group_tree
+from megavlm.rollout.trajectory import Group
 from megavlm.training.forward_backward import compute_logprobs
 from megavlm.training.gradient_buffers import wrap
 from megavlm.training.step.vision_features import VisionFeatures
@@ -42,6 +44,8 @@ from megavlm.weight_sync.update import SyncReport, SyncSettings
 from tests.fakes.receivers import FixedReceivers
 from tests.parity.runs import build
 from tests.parity.table import EXPERT_LAYOUTS, LAYOUTS, Ranks
+from tests.support.calls import episode
+from tests.support.columns import columns
 from tests.support.families import entries_of, is_tower, vision_tokens
 from tests.support.generation import generate
 from tests.support.lora_reference import ALPHA, RANK
@@ -186,13 +190,24 @@ def packs_of(
     config = model_config(trainer.weights)
     return [
         make_pack(
-            [prompt_tree(prompt, [response.token_ids.tolist() for response in responses])],
+            [tree_of(prompt, responses)],
             vision_token_ids=vision_tokens(config),
             multiple=2 if trainer.ranks.sequence else 1,
             context_size=context_size,
         )
         for prompt, responses in zip(prompts, groups, strict=True)
     ]
+
+
+def tree_of(prompt: Prompt, responses: Sequence[Response]) -> Tree:
+    """Return the tree of a prompt's responses. It has the experts that the server chose if it
+    returned them, because one token in a million has two that are closer than rounding.
+    """
+    if any(response.routed_experts is None for response in responses):
+        return prompt_tree(prompt, [response.token_ids.tolist() for response in responses])
+    group = Group(prompt, episodes=[episode((prompt, response)) for response in responses])
+    of_calls = [columns(len(response.token_ids)) for response in responses]
+    return group_tree(group, of_calls, replays_routing=True)
 
 
 def trainer_logprobs(

@@ -54,7 +54,8 @@ def test_the_heads_of_trainer_and_server_are_equal(tmp_path: Path) -> None:
         for prompt in asked:
             responses = []
             for _ in range(2):  # one after the other, so that a pass has one sequence
-                drawn = SamplingParams(1.0, 12, suppressed_ids=())
+                # Each response has all of its tokens.
+                drawn = SamplingParams(1.0, 12, suppressed_ids=(served.processor.eos_id,))
                 ((response,),) = generate(client, [prompt], n=1, sampling_params=drawn)
                 responses.append(response.token_ids.tolist())
                 theirs.append(rows_of(written, prompt, responses[-1]))

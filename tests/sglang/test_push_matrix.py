@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -18,6 +18,7 @@ from megavlm.data.processor import Processor
 from megavlm.families import family_of
 from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import SamplingParams
+from megavlm.inference.routed_experts import routed_experts_shape
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from tests.conftest import DATA
@@ -162,10 +163,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
             if (family, ranks) not in running:
                 stack.close()
                 running.clear()
-                folder, args = model_folder(family.removesuffix(DRAFTS)), WITH_ADAPTERS
+                folder = model_folder(family.removesuffix(DRAFTS))
+                args: dict[str, Any] = dict(WITH_ADAPTERS)
+                if routed_experts_shape(folder) is not None:
+                    args["enable_return_routed_experts"] = True
                 if family.endswith(DRAFTS):
                     folder = add_draft_head(folder, root / family)
-                    args = {**args, "speculative_algorithm": "NEXTN"}
+                    args["speculative_algorithm"] = "NEXTN"
                 server = ManagedServer(
                     ServerOptions(
                         folder,
@@ -195,7 +199,12 @@ def test_push(case: Case, server: Callable[[str, int], Served], tmp_path: Path) 
     served = server(case.family, case.ranks).restore()
     asked = prompts(served.processor) | audio_prompts(served.processor)
     questions = [*asked.values(), *clips_of_all_lengths(served.processor)]
-    drawn = SamplingParams(0.8, 8, suppressed_ids=tuple(served.processor.suppressed_ids))
+    drawn = SamplingParams(
+        0.8,
+        8,
+        suppressed_ids=tuple(served.processor.suppressed_ids),
+        routed_experts=routed_experts_shape(served.folder),
+    )
     generate(served.client, questions, n=1, sampling_params=drawn, weight_version="start")
 
     delta, case = case.mode.endswith(DELTA), case._replace(mode=case.mode.removesuffix(DELTA))

@@ -81,7 +81,8 @@ def routed(
 
 
 def make_sampling_params(served: Served) -> SamplingParams:
-    suppressed = tuple(served.processor.suppressed_ids)
+    """Responses do not end before they have all of their tokens."""
+    suppressed = (*served.processor.suppressed_ids, served.processor.eos_id)
     shape = routed_experts_shape(served.folder)
     assert shape is not None
     return SamplingParams(1.0, 12, suppressed_ids=suppressed, routed_experts=shape)
@@ -150,9 +151,10 @@ def test_an_aborted_request_has_the_routes_of_its_tokens(routed: Served) -> None
     assert shape is not None
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(ask, routed, {"max_new_tokens": 5000, "ignore_eos": True})
-        while not asked.done():
-            time.sleep(0.5)
-            routed.post("/abort_request", {"abort_all": True})
+        while num_running(routed) == 0:
+            time.sleep(0.05)
+        ask(routed, {"max_new_tokens": 3, "ignore_eos": True})  # the first has as many by then
+        routed.post("/abort_request", {"abort_all": True})
         answer = asked.result().json()
     how = replace(make_sampling_params(routed), max_new_tokens=5000)
     ((response,),) = parse_generate(answer, [prompt], 1, how)
@@ -168,6 +170,12 @@ def test_a_server_of_megavlm_sends_a_byte_an_expert(routed: Served) -> None:
     content = base64.b64decode(answer["meta_info"]["routed_experts"])
     rows = len(prompt.token_ids) + 2
     assert len(content) == 1 + rows * shape.num_layers * shape.top_k
+
+
+def num_running(served: Served) -> int:
+    """Return how many requests the server is answering."""
+    loads = served.get("/v1/loads?include=core")["loads"]
+    return sum(load["num_running_reqs"] for load in loads)
 
 
 def ask(served: Served, parameters: dict[str, Any]) -> httpx.Response:

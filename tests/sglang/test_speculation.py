@@ -76,7 +76,9 @@ def accept_length(responses: Sequence[Response]) -> float:
 def test_logprobs_are_the_targets(served: Served, temperature: float) -> None:
     responses = sampled(served, temperature)
     assert 1.05 < accept_length(responses) < 3.5
-    assert len({tuple(response.token_ids.tolist()) for response in responses}) == 12
+    # One in a hundred ends within a few tokens, and such ones may be equal.
+    whole = [tuple(r.token_ids.tolist()) for r in responses if r.finish == "length"]
+    assert len({*whole}) == len(whole) > 4
 
 
 def test_suppressed_tokens_are_drafted_and_rejected(served: Served) -> None:

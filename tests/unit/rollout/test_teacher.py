@@ -22,6 +22,7 @@ from megavlm.data.rows import Row
 from megavlm.inference.bodies import IN_BODY
 from megavlm.inference.protocol import SamplingParams, Scored
 from megavlm.inference.requests import Request, RequestLimits
+from megavlm.inference.server import ClaimedPort
 from megavlm.inference.teacher import Teacher
 from megavlm.rewards.base import RewardStop
 from megavlm.rewards.manager import RewardManager
@@ -215,8 +216,9 @@ def test_a_lost_server_is_left_out_and_asked_again(
     processor: Processor, manager: RewardManager, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until it answers, and for distillation.timeout if no other is left."""
-    with serving(processor) as lost:
-        port = lost.server_port
+    port = ClaimedPort()
+    with serving(processor, port.number) as lost:
+        pass
     settings = of_urls(lost.url, server.url, timeout=scaled(20))
     assert all(s.failure is None for s in played(processor, manager, settings).scores)
     assert len(server.asked) == 3
@@ -240,7 +242,7 @@ def test_a_lost_server_is_left_out_and_asked_again(
         asking = asyncio.create_task(call)
         await asyncio.sleep(0.5)
         assert not asking.done()
-        stack.enter_context(serving(processor, port))
+        stack.enter_context(serving(processor, port.number))
         await asking
         await teacher.close()
 

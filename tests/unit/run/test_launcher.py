@@ -13,7 +13,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from megavlm.inference.server import free_port
+from megavlm.inference.server import ClaimedPort
 from megavlm.process import ExitCode
 from megavlm.run.launcher import is_explained
 from tests.support.timeouts import scaled
@@ -107,7 +107,8 @@ def test_bad_input_in_a_rank_is_one_sentence(
 
 @pytest.mark.slow
 def test_bad_input_on_a_node_is_the_end_of_all(write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    among = ["--nodes", "2", "--master", f"127.0.0.1:{free_port()}", "--node-rank"]
+    port = ClaimedPort()  # the nodes meet there seconds later
+    among = ["--nodes", "2", "--master", f"127.0.0.1:{port.number}", "--node-rank"]
     nodes = [
         subprocess.Popen(
             [*command(write_recipe(), seed=2), *among, str(rank)],

@@ -3,8 +3,7 @@
 import errno
 import itertools
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from megavlm.inference.errors import RolloutServerError, WeightSyncError
+from megavlm.inference.server import ClaimedPort
 from megavlm.inference.server_pool import supervisor
 from megavlm.inference.server_pool.handle import ServerHandle
 from megavlm.inference.server_pool.pool import ServerPool
@@ -29,6 +29,7 @@ from megavlm.weight_sync.update import SyncSettings
 from tests.fakes.engine import UPDATE, FakeEngine
 from tests.fakes.transports import WatchedTransport
 from tests.support.fork import launch
+from tests.support.server_pools import state, wait_for
 from tests.support.timeouts import scaled
 from tests.unit.weight_sync.test_sync_faults import ENTRIES, SHAPES, TRAINED, Model
 
@@ -140,34 +141,26 @@ def test_a_disk_that_fills_up_in_a_push_is_no_servers_fault(tmp_path: Any) -> No
         assert result["files"] == [], "what was written of it makes room"
 
 
-def comes_back(port: int, dies: Callable[[], Any], again: Callable[[], Any]) -> dict[str, Any]:
-    lines: list[str] = []
-    url = f"http://127.0.0.1:{port}"
-    with pool_of(lines, url) as pool:
+def external_dies_in_a_push() -> dict[str, Any]:
+    port, lines, later = ClaimedPort(), list[str](), list[FakeEngine]()
+    first = FakeEngine(SHAPES, port=port.number)
+    first.__enter__()
+    with pool_of(lines, first.url) as pool:
         buckets = itertools.count()
+
+        def come_back() -> None:
+            wait_for(lambda: state(pool, first.url) is State.DEAD)
+            later.append(FakeEngine(SHAPES, port=port.number))
+            later[0].__enter__()
 
         def die_at_first() -> None:
             if next(buckets) == 0:
-                dies()
-                threading.Timer(1.0, again).start()
+                first.__exit__()
+                threading.Thread(target=come_back).start()
 
-        started = time.monotonic()
         pusher(pool, WatchedTransport(die_at_first)).push()
-        return {"lines": lines, "seconds": time.monotonic() - started}
-
-
-def external_dies_in_a_push() -> dict[str, Any]:
-    first = FakeEngine(SHAPES)
-    first.__enter__()
-    port = int(first.url.rpartition(":")[2])
-    later: list[FakeEngine] = []
-
-    def again() -> None:
-        later.append(FakeEngine(SHAPES, port=port))
-        later[0].__enter__()
-
-    result = comes_back(port, first.__exit__, again)
-    return result | {"version": later[0].weight_version, "held": len(later[0].weights)}
+    version, held = later[0].weight_version, len(later[0].weights)
+    return {"lines": lines, "version": version, "held": held}
 
 
 def test_an_external_server_that_dies_in_a_push_is_waited_for() -> None:

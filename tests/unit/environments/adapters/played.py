@@ -21,6 +21,7 @@ from megavlm.environments import processes
 from megavlm.environments.base import ChatFormat, Content, Context, Image, Observation
 from megavlm.environments.processes import EnvironmentPool
 from megavlm.environments.sessions import RemoteEnvironment
+from megavlm.inference.server import ClaimedPort
 from megavlm.rewards.base import Example, Score
 from tests.support.timeouts import scaled
 
@@ -136,8 +137,8 @@ def pixels(shown: Observation) -> list[np.ndarray]:
 @contextmanager
 def serves(command: list[str]) -> Iterator[str]:
     """Start a server, with a free port for {port} in the command, and yield its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    claim = ClaimedPort()  # it listens seconds later
+    port = claim.number
     with subprocess.Popen([part.format(port=port) for part in command]) as server:
         end = time.monotonic() + scaled(60)
         while server.poll() is None and time.monotonic() < end:

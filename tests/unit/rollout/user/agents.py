@@ -75,7 +75,9 @@ def returns_nothing(base_url: str, row: Example) -> None:
 
 
 async def never_ends(base_url: str, row: Example) -> None:
-    await grades_itself(base_url, row)
+    # Not by OpenAI's client, whose import may take as long as the agent has on a busy machine.
+    asked = [question(row), {"role": "user", "content": "No. 1 2 3"}]
+    await asyncio.gather(*(asyncio.to_thread(ask, base_url, message) for message in asked))
     await asyncio.sleep(3600)
 
 
