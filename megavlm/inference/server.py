@@ -46,11 +46,14 @@ class ManagedServer(ServerProcess):
         if port is None:
             self._claim = ClaimedPort()
             port = self._claim.number
+        # Its ranks meet there seconds later: SGLang would choose one of 8,000 ports, as others do.
+        self._meeting = ClaimedPort()
+        meeting: ServerArgs = {"nccl_port": self._meeting.number}
         gpu: ServerArgs = {} if options.device == "cpu" else {"base_gpu_id": first_gpu}
         super().__init__(
             host,
             port,
-            command_line({**gpu, **options.arguments()}),
+            command_line({**meeting, **gpu, **options.arguments()}),
             options.environment(first_core),
             # hex, because a key that starts with "-" would be parsed as an option
             keys=(secrets.token_hex(32), secrets.token_hex(32)),
