@@ -253,6 +253,29 @@ def _verify(
         raise typer.Exit(1)
 
 
+@command(
+    app,
+    "draft-head",
+    epilog="Example: megavlm-convert draft-head models/Qwen3-VL-4B-Instruct models/4b-head",
+)
+def _draft_head(
+    hf_dir: Annotated[Path, typer.Argument(help="A model folder of Qwen2.5-VL or Qwen3-VL.")],
+    head_dir: Path,
+    console: ConsoleOptions,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    force: Force = False,
+) -> None:
+    """Write a new EAGLE-3 draft head, with random weights, for speculation.train to train."""
+    one_process("draft-head")
+    from checkpoint_tools.draft_head import make_draft_head
+
+    count = make_draft_head(hf_dir, head_dir, seed=seed, force=force)
+    console.report(
+        {"num_parameters": count},
+        f"a head of {count / 1e6:.1f} million parameters for {hf_dir}, written to {head_dir}",
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. A user's error is printed as one sentence, with exit code 2."""
     # megatron-core warns at import about packages that are missing; conversion needs none of them.

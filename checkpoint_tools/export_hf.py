@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from checkpoint_tools.draft_head import FOLDER, write_head
 from checkpoint_tools.hf_config import dtype_keys, untie
 from checkpoint_tools.lora.adapters import AdapterPairs, merged_weights
 from checkpoint_tools.lora.step_adapters import has_adapters, step_adapters
@@ -75,7 +76,8 @@ def export_hf(
     options: WriteOptions | None = None,
 ) -> Export:
     """Write the weights of a step (default: the latest) under hub names, with the model's other
-    files and a model card. Adapters are merged, so that the folder holds the trained model.
+    files and a model card. Adapters are merged, so that the folder holds the trained model. An
+    EAGLE-3 draft head is written to FOLDER in it.
 
     Reads any layout and holds two tensors in memory; each expert counts as one tensor. `alpha`
     is the adapters' alpha, for a step that does not record it. `like` is described in
@@ -106,7 +108,8 @@ def write_hf(
     source = weights if adapters is None else merged_weights(weights, adapters)
     form = options.experts or weights.experts
     untrained = untrained_part(weights)
-    plan = _plan(weights, dtype, options.max_shard_bytes, form, untrained)
+    groups, head = _without_own_folder(weights)
+    plan = _plan(weights, groups, dtype, options.max_shard_bytes, form, untrained)
     total = sum(file.nbytes for file in plan)
 
     def read(entry: Entry) -> list[Tensor]:
@@ -134,7 +137,8 @@ def write_hf(
             dtype or weights.dtypes[next(reversed(weights.groups))],
             unties=weights.is_wrongly_tied,
         )
-        (output / "README.md").write_text(model_card(weights, adapters, untrained=untrained))
+        card = model_card(weights, adapters, untrained=untrained, has_head_folder=bool(head))
+        (output / "README.md").write_text(card)
         for part in plan:
             with SafetensorsWriter(output / part.name, part.specs) as file:
                 for tensors in prefetch(read, chain.from_iterable(part.groups)):
@@ -145,6 +149,10 @@ def write_hf(
                     content = untrained[name].read()
                     file.write_bytes(content)
                     advance(len(content))
+        if head:
+            (output / FOLDER).mkdir()
+            held = dict(chain.from_iterable(zip(x.hf, read(x), strict=True) for x in head))
+            write_head(output / FOLDER, weights.config.text_config, held)
         places = {name: part.name for part in plan for name in part.specs}
         if len(plan) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
@@ -152,7 +160,23 @@ def write_hf(
     step = weights.manifest.step if weights.manifest else None
     num_merged = len(list(adapters.projections())) if adapters else 0
     left_out = [name for name, *_ in weights.extras if not is_adapter(name)]
-    return Export(step, len(places), len(plan), total, num_merged, left_out)
+    num_tensors = len(places) + sum(len(entry.hf) for entry in head)
+    num_files = len(plan) + bool(head)
+    return Export(step, num_tensors, num_files, total, num_merged, left_out)
+
+
+def _without_own_folder(weights: Weights) -> tuple[list[KeyEntries], list[Entry]]:
+    """Return the entries of the model's files by key, and the entries of an EAGLE-3 draft head,
+    whose folder is FOLDER.
+    """
+    has_folder = family(weights.config.model_type).draft_head == "eagle3"
+    groups, head = list[KeyEntries](), list[Entry]()
+    for key, group in weights.groups.items():
+        if has_folder and key.startswith("draft_head."):
+            head += group
+        else:
+            groups.append(group)
+    return groups, head
 
 
 def untrained_part(weights: Weights) -> dict[str, UntrainedTensor]:
@@ -199,6 +223,7 @@ class _File:
 
 def _plan(
     weights: Weights,
+    groups: Iterable[KeyEntries],
     dtype: torch.dtype | None,
     max_shard_bytes: int,
     form: Form,
@@ -208,7 +233,7 @@ def _plan(
     their own. A file exceeds `max_shard_bytes` only if it holds a single key.
     """
     files: list[_File] = []
-    for group in weights.groups.values():
+    for group in groups:
         specs = {
             name: Spec(_dtype(weights, entry, dtype), shape)
             for entry in group

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_load
 
+from checkpoint_tools.draft_head import FOLDER
 from checkpoint_tools.lora.adapters import AdapterPairs
 from checkpoint_tools.weights import Weights
 from megavlm.config.dump import code_of, code_version
@@ -29,13 +30,23 @@ _SECTIONS = ("algorithm", "optimizer", "reward", "lora")
 
 
 def model_card(
-    weights: Weights, adapters: AdapterPairs | None = None, *, untrained: Collection[str] = ()
+    weights: Weights,
+    adapters: AdapterPairs | None = None,
+    *,
+    untrained: Collection[str] = (),
+    has_head_folder: bool = False,
 ) -> str:
     """Return Markdown for a step, or for a folder into which `adapters` were merged. If the
     checkpoints are in the directory of a run, its recipe and evaluation are included. `untrained`:
-    names of tensors that were copied from the base model.
+    names of tensors that were copied from the base model. has_head_folder: An EAGLE-3 draft head
+    lies in a folder beside the weights.
     """
     parts = [_HEAD, *_what(weights, adapters)]
+    if has_head_folder:
+        parts.append(
+            f"`{FOLDER}` holds an EAGLE-3 draft head that was trained with the model: start SGLang "
+            f"with `--speculative-algorithm EAGLE3 --speculative-draft-model-path {FOLDER}`.\n"
+        )
     if untrained:
         prefixes = sorted({f"`{name.split('.')[0]}.*`" for name in untrained})
         note = f"{' and '.join(prefixes)} ({len(untrained)} tensors) were not trained: they are "

@@ -38,14 +38,16 @@ class Family:
     coordinates: Form in which the family was trained to name places in an image: relative (0 to
         1000 across and down) or pixels (of the image as the model sees it).
     server_args: SGLang's arguments with which it stores the family's weights as they are sent.
-    draft_head: True if its draft head can be trained.
+    draft_head: Kind of the draft head that can be trained: "mtp", which released folders have as
+        `mtp.*`, or "eagle3", which has a folder of its own (models/common/eagle3.py). None for no
+        head.
     """
 
     package: str
     served_modules: str = ""
     coordinates: Literal["relative", "pixels"] = "relative"
     server_args: Mapping[str, Any] = field(default_factory=dict)
-    draft_head: bool = False
+    draft_head: Literal["mtp", "eagle3"] | None = None
 
     def language_sizes(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of `architecture` that layout rules need.
@@ -85,9 +87,13 @@ class Family:
         """Return an entry (common.mapping.Entry) for every tensor of the model, and with
         `draft_head` for every tensor of its draft head.
         """
-        module = self._module("mapping")
-        entries: list[Any] = module.mapping(hf_config)
-        return [*entries, *module.draft_mapping(hf_config)] if draft_head else entries
+        entries: list[Any] = self._module("mapping").mapping(hf_config)
+        return [*entries, *self.draft_mapping(hf_config)] if draft_head else entries
+
+    def draft_mapping(self, hf_config: Any) -> list[Any]:
+        """Return an entry for every tensor of the draft head."""
+        entries: list[Any] = self._module("mapping").draft_mapping(hf_config)
+        return entries
 
     def tower(self, hf_config: Any) -> Any:
         """Return the vision tower (common.tower.Tower), randomly initialised."""
@@ -181,11 +187,11 @@ class Family:
 
 FAMILIES = {
     "qwen2_vl": Family("megavlm.models.qwen2_vl", "qwen"),
-    "qwen2_5_vl": Family("megavlm.models.qwen2_5_vl", "qwen", "pixels"),
-    "qwen3_vl": Family("megavlm.models.qwen3_vl", "qwen"),
-    "qwen3_vl_moe": Family("megavlm.models.qwen3_vl", "qwen"),
-    "qwen3_5": Family("megavlm.models.qwen3_5", "qwen", draft_head=True),
-    "qwen3_5_moe": Family("megavlm.models.qwen3_5", "qwen", draft_head=True),
+    "qwen2_5_vl": Family("megavlm.models.qwen2_5_vl", "qwen", "pixels", draft_head="eagle3"),
+    "qwen3_vl": Family("megavlm.models.qwen3_vl", "qwen", draft_head="eagle3"),
+    "qwen3_vl_moe": Family("megavlm.models.qwen3_vl", "qwen", draft_head="eagle3"),
+    "qwen3_5": Family("megavlm.models.qwen3_5", "qwen", draft_head="mtp"),
+    "qwen3_5_moe": Family("megavlm.models.qwen3_5", "qwen", draft_head="mtp"),
     "glm4v": Family("megavlm.models.glm4v", "glm4"),
     # On a GPU, SGLang would store the shared expert in the stacks of routed ones.
     "glm4v_moe": Family(

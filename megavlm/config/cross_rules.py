@@ -89,9 +89,15 @@ def _check_rates(config: Config) -> None:
 
 def _check_speculation(config: Config) -> None:
     """Check that servers draft with the head that is trained, and that they can be sent it."""
+    key, algorithm, rollout = "speculation.train=true", config.algorithm, config.rollout
+    if rollout.draft_folder is not None and rollout.sync == "disk":
+        raise ValueError(
+            f"rollout.server_args.speculative_draft_model_path={rollout.draft_folder} with "
+            "rollout.sync=disk: SGLang's loader would look for the policy's weights in the draft "
+            "model, too; choose another rollout.sync"
+        )
     if not config.speculation.train:
         return
-    key, algorithm, rollout = "speculation.train=true", config.algorithm, config.rollout
     if isinstance(algorithm, DPO):
         raise ValueError(
             f"{key} teaches the head that drafts what a policy samples, but algorithm.name=dpo "
@@ -102,7 +108,8 @@ def _check_speculation(config: Config) -> None:
     if rollout.draft_algorithm is None:
         raise ValueError(
             f"{key} trains the head with which servers draft tokens, but they draft none with it: "
-            "set rollout.server_args.speculative_algorithm=NEXTN, or speculation.train=false"
+            "set rollout.server_args.speculative_algorithm=NEXTN (Qwen3.5), or EAGLE3 with "
+            "speculative_draft_model_path (other families), or speculation.train=false"
         )
     if config.lora.rank and rollout.lora == "adapter":
         raise ValueError(

@@ -221,7 +221,8 @@ class Rollout(Section):
     server_args: dict[str, Any] = field(default_factory=dict)
     """Further options of sglang.launch_server by their long names, for example
     {mem_fraction_static: 0.8}. {speculative_algorithm: NEXTN} decodes speculatively with the
-    `mtp.*` head of Qwen3.5. With `rollout.mode=external` they apply to servers that a Slurm job
+    `mtp.*` head of Qwen3.5, {speculative_algorithm: EAGLE3, speculative_draft_model_path: FOLDER}
+    with an EAGLE-3 head. With `rollout.mode=external` they apply to servers that a Slurm job
     or `megavlm plan --servers` starts; servers that already run keep their own options."""
 
     @property
@@ -246,10 +247,18 @@ class Rollout(Section):
 
     @property
     def draft_algorithm(self) -> str | None:
-        """SGLang's algorithm by which servers draft tokens with the model's own head (`mtp.*`)."""
+        """SGLang's algorithm by which servers draft tokens with the model's own head (`mtp.*`), or
+        with an EAGLE-3 head in `draft_folder`.
+        """
         algorithm = str(self.server_args.get("speculative_algorithm")).upper()
-        has_model = self.server_args.get("speculative_draft_model_path") is not None
-        return algorithm if algorithm in ("NEXTN", "EAGLE") and not has_model else None
+        drafting = ("NEXTN", "EAGLE") if self.draft_folder is None else ("EAGLE3",)
+        return algorithm if algorithm in drafting else None
+
+    @property
+    def draft_folder(self) -> str | None:
+        """Folder of the draft model, if it is not a part of the model."""
+        folder = self.server_args.get("speculative_draft_model_path")
+        return None if folder is None else str(folder)
 
     @property
     def sends_changes(self) -> bool:

@@ -7,8 +7,10 @@ from megavlm.config.section import Section, bounded
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation(Section):
-    """Training of the draft head (`mtp.*` of Qwen3.5), with which servers guess tokens and verify
-    several in one pass (`rollout.server_args.speculative_algorithm: NEXTN`).
+    """Training of the draft head, with which servers guess tokens and verify several in one pass:
+    `mtp.*` of Qwen3.5 (`rollout.server_args.speculative_algorithm: NEXTN`), or an EAGLE-3 head of
+    Qwen2.5-VL or Qwen3-VL (EAGLE3), which lies in the folder
+    `rollout.server_args.speculative_draft_model_path`.
     """
 
     train: bool = False

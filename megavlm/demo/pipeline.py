@@ -32,6 +32,9 @@ MARK = ".megavlm-demo"
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "debug"
 # Keys that all parts of the demo must share, and the demo's option that sets each of them.
 OPTIONS = {"run.dir": "--run-dir", "run.seed": "--seed"}
+SERVER_ARGS = "rollout.server_args."
+# Overrides that the warm start must share, which trains the draft head, too.
+HEAD_KEYS = ("speculation.", f"{SERVER_ARGS}speculative_draft_model_path=")
 # Length of responses on a user's data set, whose answers may be long.
 RESPONSE_TOKENS = 16  # at most
 
@@ -93,14 +96,30 @@ class DemoOptions:
             raise ValueError(
                 f"--family {self.family} is unknown: choose one of {', '.join(FAMILIES)}"
             )
-        load(self.recipe, list(self.overrides))
+        load(self.recipe, self.keys)
+
+    @property
+    def draft_head(self) -> Path:
+        """Folder of the EAGLE-3 draft head that the demo makes."""
+        return self.run_dir / "draft_head"
+
+    @property
+    def keys(self) -> list[str]:
+        """Overrides of the RL phase's recipe. Servers that are to draft with an EAGLE-3 head, but
+        are given none, draft with the demo's own.
+        """
+        if f"{SERVER_ARGS}speculative_algorithm=EAGLE3" not in self.overrides or any(
+            key.startswith(HEAD_KEYS[1]) for key in self.overrides
+        ):
+            return [*self.overrides]
+        return [*self.overrides, f"{HEAD_KEYS[1]}{self.draft_head}"]
 
 
 def run_demo(options: DemoOptions) -> None:
     """Run the demo and write everything to its run directory. Raises SystemExit if a run failed."""
     options.check()
     run_dir, data, family = options.run_dir, options.data, options.family
-    recipe = load(options.recipe, list(options.overrides))
+    recipe = load(options.recipe, options.keys)
     shown, drafts = recipe.data, recipe.rollout.draft_algorithm is not None
     start = STARTS.get(options.algorithm, Start())
     _clear(run_dir)
@@ -119,10 +138,14 @@ def run_demo(options: DemoOptions) -> None:
             sets.texts(),
             seed=options.seed,
             family=family,
-            draft_head=drafts,
+            draft_head=drafts and FAMILIES[family].draft_head == "mtp",
             **start.sizes,
         )
     platform.install()  # must precede the first import of megatron-core
+    if recipe.rollout.draft_folder == str(options.draft_head):
+        from checkpoint_tools.draft_head import make_draft_head
+
+        make_draft_head(model, options.draft_head, seed=options.seed)
     with stage("import", "import it into a Megatron checkpoint"):
         from checkpoint_tools.import_hf import import_hf
 
@@ -152,7 +175,7 @@ def run_demo(options: DemoOptions) -> None:
         f"data.max_pixels={_yaml(shown.max_pixels)}",
         f"data.max_prompt_tokens={shown.max_prompt_tokens}",
         f"data.video_key={_yaml(shown.video_key)}",
-        *(key for key in options.overrides if key.startswith("speculation.")),
+        *(key for key in options.keys if key.startswith(HEAD_KEYS)),
     ]
     warm_steps = start.warm_steps if options.warm_steps is None else options.warm_steps
     with stage("warm start", "supervised warm start, from which the model learns to see"):
@@ -174,7 +197,7 @@ def run_demo(options: DemoOptions) -> None:
                 "run.summary=false",
                 *longest,
                 *experts,
-                *options.overrides,
+                *options.keys,
             ],
         )
     _close(

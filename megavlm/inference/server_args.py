@@ -29,6 +29,7 @@ GPU_ARGS: ServerArgs = {
     "mm_feature_transport": "cpu",
 }
 OVERRIDES = "json_model_override_args"
+EAGLE3_MODULE = "llama_eagle3"  # SGLang's module of EAGLE-3 heads
 FP8_BLOCK = 128  # rows and columns of weights with a scale of their own
 # Modules that SGLang would quantise beside the language model's linear layers: towers, mergers, and
 # two of Gated DeltaNet that have less than a block of rows.
@@ -155,6 +156,8 @@ class ServerOptions:
         variables |= self.variables()
         if self.device == "cpu":
             served = self._family.served_modules if self._family else ""
+            if served and self.server_args.get("speculative_draft_model_path") is not None:
+                served += f",{EAGLE3_MODULE}"
             variables |= sglang_cpu.variables(served, self.tensor_parallel, first_core)
         return variables
 

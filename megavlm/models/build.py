@@ -8,6 +8,8 @@ from torch import nn
 from megavlm.families import Family, family
 from megavlm.models.common.config import LanguageConfig, ModelOptions, language_config
 from megavlm.models.common.draft_head import DraftHead
+from megavlm.models.common.eagle3 import captured_layers
+from megavlm.models.common.eagle3_head import Eagle3Head
 from megavlm.models.common.language import ChunkPlace, LanguageModel
 from megavlm.models.common.layout_rules import check_model_layout
 from megavlm.models.common.model import ValueHead, VisionLanguageModel
@@ -36,6 +38,8 @@ def build_model(
         recompute_layers=options.recompute_layers if options.recompute == "full" else 1,
     )
     config = language_config(architecture, mesh.layout, options)
+    if options.draft_head and parts.draft_head == "eagle3":
+        config.captured_layers = captured_layers(config.num_layers)
     builder = _Builder(hf_config, parts, config, mesh, options)
     return [builder.chunk(chunk) for chunk in range(mesh.layout.virtual)]
 
@@ -68,7 +72,8 @@ class _Builder:
             value_head = ValueHead(self.config.hidden_size, options.dtype)
         draft_head = None
         if place.is_last and options.draft_head:
-            draft_head = DraftHead(self.config, place, mesh.groups)
+            head = Eagle3Head if self.parts.draft_head == "eagle3" else DraftHead
+            draft_head = head(self.config, place, mesh.groups)
             _mark_experts(draft_head)
         _mark_experts(language_model)
         model = VisionLanguageModel(

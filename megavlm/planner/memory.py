@@ -309,7 +309,7 @@ def server_memory(config: Config, hf_config: Any, gpu: float) -> ServerRankMemor
     """Return the memory of a server's fullest rank while it generates, on a GPU of `gpu` bytes."""
     servers = server_layout(config, hf_config)
     parts = family(hf_config.model_type)
-    drafts = parts.draft_head and config.rollout.draft_algorithm is not None
+    drafts = None not in (parts.draft_head, config.rollout.draft_algorithm)
     entries = parts.mapping(hf_config, draft_head=drafts)
     itemsize = ModelOptions.from_config(config).dtype.itemsize
     given: dict[str, Any] = {**GPU_ARGS, **config.rollout.server_args}

@@ -103,7 +103,7 @@ class ServerModel:
             ratio = float(config.rollout.server_args.get("mamba_full_memory_ratio") or STATE_RATIO)
         options = ServerOptions.from_config(config, config.model.folder, "cuda")
         given, head, drafts = config.rollout.server_args, [], 0
-        if config.rollout.draft_algorithm is not None and parts.draft_head:
+        if None not in (parts.draft_head, config.rollout.draft_algorithm):
             drafts = int(given.get("speculative_num_steps") or DRAFTS)
             drafting = parts.mapping(hf_config, draft_head=True)
             head = [x for x in drafting if x.megatron.startswith("draft_head.")]

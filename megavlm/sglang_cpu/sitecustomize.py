@@ -170,13 +170,14 @@ REPLACEMENTS = {
 }
 # Packages of which SGLang imports all modules, as prefixes with a dot.
 SEARCHED = ("sglang.srt.models.", "sglang.srt.multimodal.processors.")
-# Part of the names of the modules in them that serve the model. Every name contains the default.
-SERVED = os.environ.get("MEGAVLM_SERVED_MODULES", "")
+# Parts of the names of the modules in them that serve the model and its draft model, joined by
+# commas. Every name contains the default.
+SERVED = os.environ.get("MEGAVLM_SERVED_MODULES", "").split(",")
 
 
 def _list_served(path: Any = None, prefix: str = "") -> Iterator[pkgutil.ModuleInfo]:
     for module in _iter_modules(path, prefix):
-        if prefix not in SEARCHED or SERVED in module.name:
+        if prefix not in SEARCHED or any(part in module.name for part in SERVED):
             yield module
 
 

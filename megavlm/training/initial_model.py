@@ -1,12 +1,13 @@
 """Initial model of a run."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megavlm.checkpointing.adapter_settings import AdapterSettings, check_alpha, saved_adapter_keys
 from megavlm.checkpointing.all_ranks import run_on_all_ranks
@@ -15,6 +16,7 @@ from megavlm.checkpointing.load import load_checkpoint
 from megavlm.checkpointing.reader import StepReader, has_draft_head
 from megavlm.config.lora import LoRA
 from megavlm.config.schema import Config
+from megavlm.families import family
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.loading import HFFolder, load_hf
@@ -22,6 +24,8 @@ from megavlm.models.common.lora import add_adapters
 from megavlm.models.common.mapping import Entry
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.mesh import Mesh
+
+DRAFT_HEAD = "draft_head."  # prefix of its Megatron tensors
 
 
 def starting_step(config: Config) -> Path | None:
@@ -51,6 +55,7 @@ def start_model(
     0; a draft head that the step does not have is the one of `model.folder`. Collective.
     """
     drafts = config.speculation.train and head != "values"  # a separate critic drafts nothing
+    kind = family(hf_config.model_type).draft_head
     options = replace(ModelOptions.from_config(config), head=head, draft_head=drafts)
     model = build_model(hf_config, mesh, options)
     lora = config.lora
@@ -61,11 +66,16 @@ def start_model(
         has_head = drafts and _on_rank_0(lambda: has_draft_head(StepReader(step)))
         with _without_heads(model, draft=not has_head):
             load_checkpoint(step, chunks=model, model_type=hf_config.model_type)
-        if not has_head:
-            _load_draft_head(model, entries, config.model.folder, mesh)
     else:
-        for chunk in model:
-            load_hf(chunk, entries, HFFolder(config.model.folder), mesh)
+        has_head = not drafts or kind == "mtp"
+        own = [x for x in entries if kind == "mtp" or not x.megatron.startswith(DRAFT_HEAD)]
+        with _without_heads(model, draft=not has_head):
+            for chunk in model:
+                load_hf(chunk, own, HFFolder(config.model.folder), mesh)
+    if drafts and not has_head:
+        folder = config.model.folder if kind == "mtp" else config.rollout.draft_folder
+        assert folder is not None, "the recipe was checked"
+        load_draft_head(model, entries, head_tensors(folder, kind), mesh)
     if not goes_on:
         _add(model, lora, config.run.seed)
     return model
@@ -107,21 +117,30 @@ def _on_rank_0(look: Callable[[], bool]) -> bool:
     return found
 
 
-def _load_draft_head(
-    model: Sequence[VisionLanguageModel], entries: Sequence[Entry], folder: str, mesh: Mesh
+def head_tensors(folder: str | Path, kind: str | None) -> dict[str, Tensor]:
+    """Return the tensors of a draft head by their names in the mapping: of a model folder, or of
+    the folder that an EAGLE-3 head has for itself.
+    """
+    source = HFFolder(folder)
+    if kind == "eagle3":
+        return {f"mtp.{name}": source[name] for name in source}
+    return {name: source[name] for name in source if name.startswith("mtp.")}
+
+
+def load_draft_head(
+    model: Sequence[VisionLanguageModel],
+    entries: Sequence[Entry],
+    tensors: Mapping[str, Tensor],
+    mesh: Mesh,
 ) -> None:
-    """Load the draft head of a model folder."""
+    """Load the draft head, on the rank that has it. tensors: The result of `head_tensors`."""
+    own = [
+        replace(entry, megatron=entry.megatron.removeprefix(DRAFT_HEAD))
+        for entry in entries
+        if entry.megatron.startswith(DRAFT_HEAD)
+    ]
     for chunk in model:
         if chunk.draft_head is not None:
-            source = HFFolder(folder)
-            key = "draft_head."
-            own = [
-                replace(entry, megatron=entry.megatron.removeprefix(key))
-                for entry in entries
-                if entry.megatron.startswith(key)
-            ]
-            prefixes = tuple({f"{name.split('.')[0]}." for entry in own for name in entry.hf})
-            tensors = {name: source[name] for name in source if name.startswith(prefixes)}
             load_hf(chunk.draft_head, own, tensors, mesh)
 
 

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors import safe_open
 
+from checkpoint_tools.draft_head import FOLDER, make_draft_head
 from megavlm.demo.data import DemoData
 from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.models.common.hf_source import HFFolder
@@ -176,6 +177,47 @@ def test_layers_of_linear_attention(world: World, family: str) -> None:
     for name in ("in_proj_qkv.weight", "in_proj_a.weight", "conv1d.weight", "A_log"):
         key = f"model.language_model.layers.0.linear_attn.{name}"
         assert not exported[key].equal(start[key]), key
+
+
+@pytest.mark.slow
+def test_an_eagle3_head_is_trained(world: World) -> None:
+    """Over two stages that recompute their layers, and with adapters that are merged."""
+    model, head = world.root / "qwen3_vl", world.root / "eagle3"
+    sets = (world.root / f"data/{name}.parquet" for name in ("train", "test", "warm_start"))
+    texts = DemoData(*sets, "task").texts()
+    make_tiny_model(model, texts, seed=0, family="qwen3_vl", num_layers=4)
+    make_draft_head(model, head, seed=0)
+    recipe = world.recipe(
+        "eagle3",
+        model={"folder": str(model)},
+        parallel={"pipeline": 2},
+        recompute={"language": "full"},
+        lora={"rank": 4, "alpha": 16},
+        algorithm=GRPO | {"steps": 2},
+        optimizer={"lr": 1e-3},
+        rollout={
+            "temperature": 0.7,
+            "server_args": {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": str(head),
+            },
+        },
+        speculation={"train": True, "lr": 1e-3},
+        checkpoint={"export_hf": True, "verify_export": True},
+    )
+    done = world.megavlm("train", recipe)
+    assert done.returncode == 0, done.stderr
+    steps = world.metrics("eagle3")
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["accept_length"] >= 1 for step in steps)
+    assert all(step["rollout_max_difference"] < 1e-4 for step in steps)
+    assert all(0 < step["draft_divergence"] < 9 for step in steps)
+    run = world.root / "eagle3"
+    assert json.loads((run / "result.json").read_text())["export_logit_difference"] < 1e-5
+    assert set(HFFolder(run / "hf")) == set(HFFolder(model))
+    exported, start = HFFolder(run / "hf" / FOLDER), HFFolder(head)
+    assert set(exported) == set(start)
+    assert not any(exported[name].equal(start[name]) for name in start)
 
 
 @pytest.mark.slow

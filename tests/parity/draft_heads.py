@@ -10,19 +10,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megavlm.data.packs.packing import Pack
-from megavlm.families import family
+from megavlm.families import family, family_of
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.draft_head import NUM_TOKENS
-from megavlm.models.common.hf_source import HFFolder
-from megavlm.models.common.loading import load_hf
 from megavlm.models.common.logprobs import Scoring, TokenScores
 from megavlm.parallel.mesh import build_mesh
 from megavlm.training.forward_backward import forward_backward
 from megavlm.training.gradient_buffers import reduce_gradients, without_reduction, wrap
 from megavlm.training.step.vision_features import VisionFeatures
+from tests.parity.eagle3_reference import Eagle3Reference, add_random_eagle3
 from tests.parity.reference import Reference, Sequences, distinct_images, token_weights
-from tests.parity.runs import Name, Run
+from tests.parity.runs import Name, Run, load_with_head
 from tests.parity.table import Ranks
 from tests.support.draft_head import EMBEDDING, HEAD, LAST
 
@@ -70,6 +69,9 @@ class HeadReference:
         )
         self.head.load_state_dict(weights)
         self.text, self.lm_head = text, model.lm_head
+
+    def gradients(self) -> dict[str, Any]:
+        return {f"mtp.{name}": x.grad for name, x in self.head.named_parameters()}
 
     def logits(self, case: Sequences, response: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the logits [S, V] of the policy and of the head that predict a response."""
@@ -120,9 +122,16 @@ def divergence(policy: Tensor, drafted: Tensor) -> Tensor:
     return (top * (top / same).log()).sum(-1) + torch.xlogy(rest, rest / others)
 
 
+def with_random_head(source: Path, target: Path) -> Path:
+    """Copy a model folder and add a head of the family's kind."""
+    is_eagle3 = family_of(source).draft_head == "eagle3"
+    return (add_random_eagle3 if is_eagle3 else add_random_head)(source, target)
+
+
 def expect(folder: Path, cases: Sequence[Sequences]) -> dict[str, Any]:
     """Return the head's logits by sequence and response, their divergences, and its gradients."""
-    reference = HeadReference(folder)
+    is_eagle3 = family_of(folder).draft_head == "eagle3"
+    reference = Eagle3Reference(folder) if is_eagle3 else HeadReference(folder)
     logits, divergences = [], []
     for case in cases:
         for index, response in enumerate(case.responses):
@@ -131,7 +140,7 @@ def expect(folder: Path, cases: Sequence[Sequences]) -> dict[str, Any]:
             (values * token_weights(len(response), index)).sum().backward()
             logits.append(drafted.detach())
             divergences.append(values.detach())
-    gradients = {f"mtp.{name}": x.grad for name, x in reference.head.named_parameters()}
+    gradients = reference.gradients()
     return {"logits": logits, "divergences": divergences, "gradients": gradients}
 
 
@@ -163,8 +172,7 @@ class Headed:
         )
         self.entries = parts.mapping(config, draft_head=head)
         chunks = build_model(config, self.mesh, options)
-        for chunk in chunks:
-            load_hf(chunk, self.entries, HFFolder(folder), self.mesh)
+        load_with_head(chunks, self.entries, folder, self.mesh)
         wrapped = [] if shard_optimizer else wrap(chunks, shard_optimizer=False)
         self.run = Run(self.mesh, self.entries, chunks, wrapped, {})
 

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from checkpoint_tools.draft_head import FOLDER
 from megavlm.data.packs.packing import Pack
 from megavlm.data.processor import ProcessedImage
-from megavlm.families import family
+from megavlm.families import family, family_of
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
 from megavlm.models.common.hf_source import HFFolder
@@ -23,6 +24,7 @@ from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training.forward_backward import forward_backward, logits
 from megavlm.training.gradient_buffers import wrap
+from megavlm.training.initial_model import DRAFT_HEAD, head_tensors, load_draft_head
 from megavlm.training.step.vision_features import VisionFeatures
 from tests.parity.table import Ranks
 
@@ -36,9 +38,25 @@ def build(
     mesh = build_mesh(ranks.mesh)
     chunks = build_model(config, mesh, replace(options, sequence=ranks.sequence))
     entries = family(config.model_type).mapping(config, draft_head=options.draft_head)
-    for chunk in chunks:
-        load_hf(chunk, entries, HFFolder(folder), mesh)
+    load_with_head(chunks, entries, folder, mesh)
     return mesh, entries, chunks
+
+
+def load_with_head(
+    chunks: Sequence[VisionLanguageModel], entries: Sequence[Entry], folder: Path, mesh: Mesh
+) -> None:
+    """Load a model and its draft head, if it has one."""
+    heads = [chunk.draft_head for chunk in chunks]
+    own = [x for x in entries if not x.megatron.startswith(DRAFT_HEAD)]
+    for chunk in chunks:
+        chunk.draft_head = None
+        load_hf(chunk, own, HFFolder(folder), mesh)
+    for chunk, head in zip(chunks, heads, strict=True):
+        chunk.draft_head = head
+    if len(own) < len(entries):
+        kind = family_of(folder).draft_head
+        head_folder = folder / FOLDER if kind == "eagle3" else folder
+        load_draft_head(chunks, entries, head_tensors(head_folder, kind), mesh)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor
 from megavlm.models.common.loading import MEMORY, HubTensors
 from megavlm.models.common.mapping import shard_tensor
 from tests.parity.cases import packs_of
-from tests.parity.draft_heads import Headed, add_random_head, expect
+from tests.parity.draft_heads import Headed, expect, with_random_head
 from tests.parity.inputs import inputs_of
 from tests.parity.models import model_folder
 from tests.parity.reference import Sequences
@@ -29,7 +29,14 @@ INPUTS = ("mixed", "branches")
 
 CASES = [
     ("qwen3_5", "TP2+SPxCP2"),
+    ("qwen3_vl", "PP2 virtual 2xCP2"),
     *slow(
+        ("qwen2_5_vl", "TP2+SPxPP2"),
+        ("qwen3_vl", "one rank"),
+        ("qwen3_vl", "TP2+SPxPP2"),
+        ("qwen3_vl", "TP2+SPxCP2"),
+        ("qwen3_vl_moe", "EP2 over TP2+SP"),
+        ("qwen3_vl_moe", "EP2xPP2 virtual 2"),
         ("qwen3_5", "one rank"),
         ("qwen3_5", "PP2 virtual 2xCP2"),
         ("qwen3_5", "TP2+SPxPP2"),
@@ -43,7 +50,7 @@ CASES = [
 def test_the_head_equals_transformers(family: str, layout: str) -> None:
     source = model_folder(family)
     name = f"draft-head-{source.name}"
-    folder = cached_folder(name, "", lambda target: add_random_head(source, target))
+    folder = cached_folder(name, "", lambda target: with_random_head(source, target))
     made = inputs_of(source)
     cases = [case for name in INPUTS for case in made.sequences(name)]
     (expected,) = cached_value(name, INPUTS, lambda: launch(1, expect, folder, cases))

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checkpoint_tools.draft_head import FOLDER
 from megavlm.config.lora import LoRA
 from megavlm.data.packs.packing import Pack, make_pack
 from megavlm.data.packs.trees import Tree, prompt_tree
@@ -276,7 +277,9 @@ def push_and_compare(
 
 
 def changed(folder: Path, to: Path, *, tower: bool, seed: int) -> Path:
-    """The folder with noise on what is trained of its language model, and on its tower if asked."""
+    """The folder with noise on what is trained of its language model and of an EAGLE-3 head, and on
+    its tower if asked.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(folder / "model.safetensors")
     entries = entries_of(model_config(folder))
@@ -284,14 +287,21 @@ def changed(folder: Path, to: Path, *, tower: bool, seed: int) -> Path:
     for name in sorted(tensors.keys() - frozen):
         if tower or not is_tower(name):
             tensors[name] += 0.02 * torch.randn(tensors[name].shape, generator=generator)
-    return with_tensors(folder, to, tensors)
+    with_tensors(folder, to, tensors)
+    if (folder / FOLDER).is_dir():
+        head = load_file(folder / FOLDER / "model.safetensors")
+        head = {
+            name: x + 0.02 * torch.randn(x.shape, generator=generator) for name, x in head.items()
+        }
+        with_tensors(folder / FOLDER, to / FOLDER, head)
+    return to
 
 
 def with_tensors(folder: Path, to: Path, tensors: dict[str, Tensor]) -> Path:
     """The folder's files with other weights."""
     to.mkdir()
     for path in folder.iterdir():
-        if path.suffix != ".safetensors":
+        if path.is_file() and path.suffix != ".safetensors":
             (to / path.name).write_bytes(path.read_bytes())
     save_file(tensors, to / "model.safetensors", {"format": "pt"})
     return to

@@ -16,13 +16,15 @@ from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from megavlm.model_config import model_config
 from tests.conftest import DATA
+from tests.parity import models as parity_models
 from tests.parity.cases import packs_of
-from tests.parity.draft_heads import Headed, add_random_head
+from tests.parity.draft_heads import Headed, with_random_head
 from tests.parity.reference import Sequences
 from tests.parity.runs import difference
 from tests.parity.table import Ranks
 from tests.sglang.conftest import Served, model_folder
 from tests.sglang.questions import prompts
+from tests.support.draft_head import drafting
 from tests.support.draft_hooks import hooks
 from tests.support.fork import launch
 from tests.support.forked_servers import forked
@@ -36,13 +38,18 @@ pytestmark = [
 ]
 
 
-def test_the_heads_of_trainer_and_server_are_equal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"])
+def test_the_heads_of_trainer_and_server_are_equal(family: str, tmp_path: Path) -> None:
     """On texts and images, and on responses that branch from a prompt."""
-    folder = add_random_head(model_folder("qwen3_5"), tmp_path / "model")
+    # Dense models have four layers, so that an EAGLE-3 head reads three. SGLang serves no model
+    # with experts of which one layer is dense, as the matrix has it.
+    folders = model_folder if family in ("qwen3_5", "qwen3_vl_moe") else parity_models.model_folder
+    source = folders(family)
+    folder = with_random_head(source, tmp_path / "model")
     written = tmp_path / "logits"
     written.mkdir()
     args = {
-        "speculative_algorithm": "NEXTN",
+        **drafting(folder),
         "disable_radix_cache": True,  # every slot of a prompt is computed
         "forward_hooks": json.dumps(hooks(written)),
     }

@@ -15,17 +15,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from megavlm.data.processor import Processor
-from megavlm.families import family_of
+from megavlm.families import FAMILIES, family_of
 from megavlm.inference.errors import RolloutRequestError
 from megavlm.inference.protocol import SamplingParams
 from megavlm.inference.routed_experts import routed_experts_shape
 from megavlm.inference.server import ManagedServer
 from megavlm.inference.server_args import ServerOptions
 from tests.conftest import DATA
+from tests.parity.eagle3_reference import add_random_eagle3
 from tests.sglang.conftest import Served, model_folder
 from tests.sglang.pushes import Trainer, changed, push_and_compare
 from tests.sglang.questions import audio_prompts, clips_of_all_lengths, prompts
-from tests.support.draft_head import add_draft_head
+from tests.support.draft_head import add_draft_head, drafting
 from tests.support.fork import launch
 from tests.support.forked_servers import forked
 from tests.support.generation import generate
@@ -119,6 +120,10 @@ SUBSET = [
     Case("qwen3_5" + DRAFTS, 2, "TP2xPP2", "store", "tower" + DELTA),
     Case("qwen3_5" + DRAFTS, 2, "TP2xPP2", "tensor", "adapter"),
     Case("qwen3_5_moe" + DRAFTS, 2, "EP2xPP2", "tensor", "frozen tower" + DELTA),
+    Case("qwen3_vl" + DRAFTS, 2, "TP2", "distributed", "tower"),
+    Case("qwen3_vl" + DRAFTS, 2, "TP2xPP2", "store", "tower" + DELTA),
+    Case("qwen3_vl" + DRAFTS, 2, "TP2", "tensor", "lora"),
+    Case("qwen3_vl_moe" + DRAFTS, 2, "EP2xPP2", "tensor", "frozen tower" + DELTA),
 ]
 
 
@@ -163,13 +168,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, 
             if (family, ranks) not in running:
                 stack.close()
                 running.clear()
-                folder = model_folder(family.removesuffix(DRAFTS))
+                plain = family.removesuffix(DRAFTS)
+                folder = model_folder(plain)
                 args: dict[str, Any] = dict(WITH_ADAPTERS)
                 if routed_experts_shape(folder) is not None:
                     args["enable_return_routed_experts"] = True
                 if family.endswith(DRAFTS):
-                    folder = add_draft_head(folder, root / family)
-                    args["speculative_algorithm"] = "NEXTN"
+                    is_eagle3 = FAMILIES[plain].draft_head == "eagle3"
+                    add = add_random_eagle3 if is_eagle3 else add_draft_head
+                    folder = add(folder, root / family)
+                    args |= drafting(folder)
                 server = ManagedServer(
                     ServerOptions(
                         folder,

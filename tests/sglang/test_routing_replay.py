@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from megavlm.data.packs.packing import make_pack
 from megavlm.data.processor import Processor
 from megavlm.data.rows import Row
-from megavlm.families import family_of
+from megavlm.families import FAMILIES, family_of
 from megavlm.inference.answers import parse_generate
 from megavlm.inference.generation import GenerateFn
 from megavlm.inference.protocol import Response, SamplingParams, VersionSpan, bearer
@@ -32,13 +32,14 @@ from megavlm.rollout.group_tree import group_tree
 from megavlm.rollout.trajectory import Episode, Group
 from megavlm.training.forward_backward import compute_logprobs
 from tests.conftest import DATA
+from tests.parity.eagle3_reference import add_random_eagle3
 from tests.parity.runs import Run
 from tests.parity.table import Ranks
 from tests.sglang.conftest import Served, model_folder
 from tests.sglang.questions import prompts
 from tests.support.calls import episode
 from tests.support.columns import columns
-from tests.support.draft_head import add_draft_head
+from tests.support.draft_head import add_draft_head, drafting
 from tests.support.families import vision_tokens
 from tests.support.fork import launch
 from tests.support.forked_servers import forked
@@ -52,7 +53,7 @@ TIE = 1e-6
 def with_ties(source: Path, target: Path, seed: int) -> Path:
     """Copy a model folder with routers whose logits are equal but for rounding, which decides."""
     target.mkdir()
-    for file in source.iterdir():
+    for file in filter(Path.is_file, source.iterdir()):
         (target / file.name).write_bytes(file.read_bytes())
     path = target / "model.safetensors"
     tensors, generator = load_file(path), torch.Generator().manual_seed(seed)
@@ -64,7 +65,9 @@ def with_ties(source: Path, target: Path, seed: int) -> Path:
     return target
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe, with drafts"])
+@pytest.fixture(
+    scope="module", params=["qwen3_vl_moe, with drafts", "qwen3_5_moe", "qwen3_5_moe, with drafts"]
+)
 def routed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -72,8 +75,9 @@ def routed(
     family, _, drafts = request.param.partition(", ")
     source, args = model_folder(family), dict[str, Any](enable_return_routed_experts=True)
     if drafts:
-        source = add_draft_head(source, root / "drafting")
-        args["speculative_algorithm"] = "NEXTN"
+        is_eagle3 = FAMILIES[family].draft_head == "eagle3"
+        source = (add_random_eagle3 if is_eagle3 else add_draft_head)(source, root / "drafting")
+        args |= drafting(source)
     folder = with_ties(source, root / "served", seed=1)
     options = ServerOptions(folder, "float32", "cpu", server_args=args)
     with forked(ManagedServer(options, log_path=root / "server.log")) as server:

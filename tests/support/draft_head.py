@@ -1,16 +1,31 @@
-"""A tiny Qwen3.5 with a head that predicts a further token (mtp.*), and often guesses right."""
+"""A tiny Qwen3.5 with a head that predicts a further token (mtp.*), and often guesses right; the
+server arguments that draft with it, and with an EAGLE-3 head.
+"""
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from checkpoint_tools.draft_head import FOLDER
 
 HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
 # What layers add to the embedding of a token.
 ADDED = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
 LAYERS = "model.language_model.layers."
 LAST = LAYERS + "3."  # with full attention, as the head's own layer
+
+
+def drafting(folder: Path) -> dict[str, Any]:
+    """Return server arguments that draft with the head of a model folder, of either kind."""
+    if not (folder / FOLDER).is_dir():
+        return {"speculative_algorithm": "NEXTN"}
+    return {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(folder / FOLDER),
+    }
 
 
 def add_draft_head(source: Path, target: Path, like: int = 3) -> Path:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+# Of Qwen3.5's head, and of EAGLE-3 heads.
+ONLY_IN_DRAFTS = ["pre_fc_norm_hidden", "*.hidden_norm"]
 # Set by a module that only the draft model has, before the logits of the same pass.
 _is_draft: list[bool] = []
 
@@ -16,7 +18,7 @@ def hooks(folder: Path) -> list[dict[str, Any]]:
     place = {"folder": str(folder)}
     name = f"{__name__}:"
     return [
-        {"name": "mark", "target_modules": ["pre_fc_norm_hidden"], "hook_factory": name + "mark"},
+        {"name": "mark", "target_modules": ONLY_IN_DRAFTS, "hook_factory": name + "mark"},
         {
             "name": "write",
             "target_modules": ["logits_processor"],
@@ -38,7 +40,7 @@ def write(config: dict[str, Any]) -> Callable[..., None]:
         if not _is_draft:
             return
         _is_draft.clear()
-        ids, hidden, head, batch = given
+        ids, hidden, head, batch, *_ = given
         logits = hidden @ head.weight[: module.config.vocab_size].t()
         torch.save(
             {

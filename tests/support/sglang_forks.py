@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from megavlm.families import FAMILIES
 from megavlm.inference import server_main
+from megavlm.inference.server_args import EAGLE3_MODULE
 from tests.support.fork_start import forget_parent, run_and_exit, take_streams
 
 hook: Any = sys.modules["sitecustomize"]  # of sglang_cpu
@@ -31,9 +32,10 @@ selector = selectors.DefaultSelector()
 
 
 def import_sglang() -> None:
-    """Import what servers import: SGLang, and its modules of all families."""
+    """Import what servers import: SGLang, and its modules of all families and draft models."""
     importlib.import_module("sglang.srt.entrypoints.http_server")
-    for hook.SERVED in sorted({family.served_modules for family in FAMILIES.values()}):
+    for name in sorted({EAGLE3_MODULE, *(x.served_modules for x in FAMILIES.values())}):
+        hook.SERVED = [name]
         for folder in ("sglang.srt.models", "sglang.srt.multimodal.processors"):
             path = importlib.import_module(folder).__path__
             for module in pkgutil.iter_modules(path, f"{folder}."):
@@ -85,7 +87,7 @@ def become_program(asked: socket.socket, request: dict[str, Any], streams: list[
         take_streams(*streams)
         os.chdir(request["folder"])
         forget_parent(request["environment"])
-        hook.SERVED = os.environ["MEGAVLM_SERVED_MODULES"]
+        hook.SERVED = os.environ["MEGAVLM_SERVED_MODULES"].split(",")
         sys.argv = request["words"][2:]
         die_with = server_main.die_with  # its parent is this one, not the process that asked
         server_main.die_with = lambda parent, by: die_with(os.getppid(), by)

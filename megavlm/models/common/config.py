@@ -30,6 +30,8 @@ class LanguageConfig(TransformerConfig):
         within the matrix product.
     draft_head: The last stage has a draft head (`draft_head`), to which other stages pass the
         embeddings on.
+    captured_layers: Layers, from 0 and ascending, whose input hidden states are the input of an
+        EAGLE-3 draft head. Empty without one.
     """
 
     tree_attention: str = "sdpa"
@@ -39,6 +41,7 @@ class LanguageConfig(TransformerConfig):
     fused_gate_up: bool = False
     fused_weight_gradients: bool = False
     draft_head: bool = False
+    captured_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

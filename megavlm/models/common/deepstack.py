@@ -21,7 +21,8 @@ from megavlm.models.common.routing_replay import ReplayedExperts
 
 class DeepStackLayer(TransformerLayer):
     """Transformer layer that adds its DeepStack level to the hidden states, if it has one and the
-    pack has images. A layer with experts replays the pack's routed experts.
+    pack has images. A layer with experts replays the pack's routed experts. A layer among
+    `captured_layers` leaves its input in the layout.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,6 +34,8 @@ class DeepStackLayer(TransformerLayer):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         levels, layout = kwargs.pop("context"), kwargs["packed_seq_params"]
         layer = self.layer_number - 1
+        if layer in self.config.captured_layers and layout.captured is not None:
+            layout.captured[layer] = kwargs["hidden_states"].detach()
         if self.is_moe_layer:
             routed_experts = layout.routed_experts
             self.mlp.replayed = (
@@ -50,10 +53,14 @@ class StageLayout(PackLayout):
 
     vision_rows: [m] Rows of the image tokens among this rank's hidden states.
     first_level: Index of the level in the first rows of this stage's levels.
+    captured: Input hidden states [t, 1, H] of this stage's layers among `captured_layers`, without
+        a graph. None if nobody reads them: in passes without a draft head, and when the backward
+        pass recomputes layers.
     """
 
     vision_rows: Tensor
     first_level: int
+    captured: dict[int, Tensor] | None = None
 
     def level(self, levels: Tensor, index: int) -> Tensor:
         """Return the rows [m, 1, H] of one level."""

@@ -1,8 +1,9 @@
 """Draft head: the layer with which a rollout server guesses further tokens (multi-token prediction,
-`mtp.*` of Qwen3.5). It is trained to predict what the policy predicts, and changes nothing in it.
+`mtp.*` of Qwen3.5; `eagle3_head` has the other kind). It is trained to predict what the policy
+predicts, and changes nothing in it.
 
 A token n of a pack, except the first of its tree, has a slot of the head. The slot's input is the
-embedding of n and the last hidden state of n's parent, the token before n. It attends to the slots
+embedding of n and the hidden states of n's parent, the token before n. It attends to the slots
 of n's ancestors, and predicts the token after n, as the policy does at n. So the tree of a pack
 serves the head, too, and each slot is computed once. A slot's position is the number of tokens
 before the parent in its sequence. Servers count so in images, too, where the policy's M-RoPE counts
@@ -57,12 +58,23 @@ class DraftHead(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         size, norm = config.hidden_size, whole_norm()
-        self.embedding_norm = norm(config, size, eps=config.layernorm_epsilon)
-        self.hidden_norm = norm(config, size, eps=config.layernorm_epsilon)
-        self.fc = nn.Linear(2 * size, size, bias=False, dtype=config.params_dtype)
+        self.fc = nn.Linear(self.num_inputs * size, size, bias=False, dtype=config.params_dtype)
         # megatron-core's mark of weights that see a part of the tokens on each tensor rank
         weight: Any = self.fc.weight
         weight.sequence_parallel = config.sequence_parallel
+        self._build_layer(place, groups)
+        self.norm = norm(config, size, eps=config.layernorm_epsilon)
+        self.groups = groups
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of hidden states and embeddings of a token that `fc` reads."""
+        return 2
+
+    def _build_layer(self, place: ChunkPlace, groups: ProcessGroupCollection) -> None:
+        config, norm = self.config, whole_norm()
+        self.embedding_norm = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+        self.hidden_norm = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
         kind = LayerKind(layer_kinds(config)[-1].has_experts, is_linear=False)
         self.layer = build_module(
             layer_spec(config, kind, groups),
@@ -70,37 +82,41 @@ class DraftHead(MegatronModule):
             pg_collection=groups,
             vp_stage=place.index,
         )
-        self.norm = norm(config, size, eps=config.layernorm_epsilon)
-        self.groups = groups
+
+    def _joined(self, states: Tensor, embeddings: Tensor) -> Tensor:
+        """Return the layer's input [t, 1, H] from the inputs of slots."""
+        normed = [self.embedding_norm(embeddings), self.hidden_norm(states)]
+        joined: Tensor = self.fc(torch.cat(normed, dim=-1))
+        return joined
 
     def forward(
-        self, hidden: Tensor, embeddings: Tensor, pack: Pack, rotary: MultimodalRotary
+        self, states: Tensor, embeddings: Tensor, pack: Pack, rotary: MultimodalRotary
     ) -> Tensor:
         """Return the hidden states [t, 1, H] that predict the token after each token. With sequence
         parallelism, this and both inputs are a tensor rank's slice of them. Collective over the
         tensor and context axes.
 
-        hidden: Last hidden states of the policy, normalised. embeddings: Embeddings of tokens and
-        images, before the first layer. Neither gets a gradient.
+        states: Last hidden states of the policy, normalised; for an EAGLE-3 head the captured ones,
+        [t, 1, captured x H]. embeddings: Embeddings of tokens and images, before the first layer.
+        Neither has a graph.
         """
         layout, parents, positions = slots(pack)
         with torch.no_grad():
-            states, rank = hidden, 0
+            rank, count = 0, len(states)
             if self.config.sequence_parallel:
                 states = gather_from_sequence_parallel_region(states, group=self.groups.tp)
                 rank = self.groups.tp.rank()
             if self.groups.cp.size() > 1:
                 states = gather_from_sequence_parallel_region(states, group=self.groups.cp)
                 states = states[pack.gather_index]
-            states = states[parents][rank * len(hidden) : (rank + 1) * len(hidden)]
-        joined = [self.embedding_norm(embeddings.detach()), self.hidden_norm(states)]
+            states = states[parents][rank * count : (rank + 1) * count]
         angles = None
         if self.config.apply_rope_fusion:
             angles = rotary(positions)
         else:
-            layout.rotary = rotary.tables(positions, hidden.dtype)
+            layout.rotary = rotary.tables(positions, states.dtype)
         output, _ = self.layer(
-            hidden_states=self.fc(torch.cat(joined, dim=-1)),
+            hidden_states=self._joined(states, embeddings),
             attention_mask=None,
             context=None,
             rotary_pos_emb=angles,

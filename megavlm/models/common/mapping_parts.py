@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megavlm.models.common.eagle3 import captured_layers
 from megavlm.models.common.mapping import (
     COLUMNS,
     EXPERT_COLUMNS,
@@ -74,6 +75,31 @@ def attention(
         for x in "qk":
             yield same(f"{target}.{x}_layernorm.weight", f"{source}.{x}_norm.weight", (head_dim,))
     yield same(f"{target}.linear_proj.weight", f"{source}.o_proj.weight", (hidden, q), COLUMNS)
+
+
+def eagle3_head(text: Any) -> Iterator[Entry]:
+    """Yield the entries of an EAGLE-3 draft head. Its hub names are SGLang's after `mtp.`, without
+    `model.`: updates name a draft model's weights so.
+    """
+    hidden, num_groups = text.hidden_size, text.num_key_value_heads
+    head_dim = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
+    q, kv = text.num_attention_heads * head_dim, num_groups * head_dim
+    inputs = len(captured_layers(text.num_hidden_layers))
+    megatron, hf = "draft_head.layer", "mtp.layers.0"
+    yield same("draft_head.fc.weight", "mtp.fc.weight", (hidden, inputs * hidden))
+    for ours, theirs in (("embedding_norm", "input_layernorm"), ("hidden_norm", "hidden_norm")):
+        target = f"{megatron}.input_layernorm.{ours}.weight"
+        yield same(target, f"{hf}.{theirs}.weight", (hidden,))
+    target, source = f"{megatron}.self_attention", f"{hf}.self_attn"
+    yield fused_qkv(
+        f"{target}.linear_qkv.weight",
+        [f"{source}.{x}_proj.weight" for x in "qkv"],
+        [(rows, 2 * hidden) for rows in (q, kv, kv)],
+        num_groups,
+    )
+    yield same(f"{target}.linear_proj.weight", f"{source}.o_proj.weight", (hidden, q), COLUMNS)
+    yield from mlp(text, megatron, hf)
+    yield same("draft_head.norm.weight", "mtp.norm.weight", (hidden,))
 
 
 def mlp(text: Any, megatron: str, hf: str) -> Iterator[Entry]:

@@ -120,7 +120,8 @@ class VisionLanguageModel(MegatronModule):
         """Return the hidden states for the next stage. The last stage returns the scores of the
         pack's targets [N], or without `scoring` their logits [N, V/tp].
 
-        The embeddings go with the hidden states to the draft head, in passes with a loss.
+        The inputs of the draft head (embeddings and captured hidden states) go with the hidden
+        states to the last stage, in passes with a loss.
         """
         drafts = self.config.draft_head and scoring is not None and scoring.entropy
         rows, kept = self._slice(pack)
@@ -130,25 +131,37 @@ class VisionLanguageModel(MegatronModule):
         )
         if self.pre_process:
             hidden, levels = self._embed(pack, features, kept)
-            embeddings = hidden
+            inputs = [hidden.detach()]  # of the draft head
         else:
             hidden, levels = self._received, None
             num_rows = len(pack.token_ids) // self._num_slices
             if drafts:
-                hidden, embeddings = hidden.tensor_split([-num_rows])
+                count = 1 + sum(layer < first for layer in self.config.captured_layers)
+                hidden, passed_on = hidden.tensor_split([-count * num_rows])
+                inputs = [*passed_on.detach().split(num_rows)]
             if pack.images and first < self.num_levels:
                 hidden, levels = split_levels(hidden, num_rows)
+        layout.captured = {} if drafts else None
         hidden = self.language_model(hidden, levels, pack.positions, layout)
+        if layout.captured is not None:
+            inputs += layout.captured.values()
+            layout.captured = None
         if not self.is_last:
             sent = join_levels(hidden, levels, layout, self.language_model.next_layer)
-            return torch.cat([sent, embeddings.detach()]) if drafts else sent
+            return torch.cat([sent, *inputs]) if drafts else sent
         targets = self._at_targets(hidden, pack)
         scores = self._score(targets, pack, scoring)
         if not drafts:
             return scores
         assert self.draft_head is not None and scoring is not None
         assert isinstance(scores, TokenScores)
-        drafted = self.draft_head(hidden.detach(), embeddings, pack, self.language_model.rotary)
+        embeddings, *captured = inputs
+        drafted = self.draft_head(
+            torch.cat(captured, dim=-1) if captured else hidden.detach(),
+            embeddings,
+            pack,
+            self.language_model.rotary,
+        )
         divergence = draft_divergence(
             self._at_targets(drafted, pack),
             targets,

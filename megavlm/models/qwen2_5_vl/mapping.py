@@ -4,13 +4,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from megavlm.models.common.mapping import Entry
-from megavlm.models.common.mapping_parts import attention, language_model, mlp, tower
+from megavlm.models.common.mapping_parts import attention, eagle3_head, language_model, mlp, tower
 from megavlm.models.qwen2_5_vl.vision import VisionTower
 
 
 def mapping(config: Any) -> list[Entry]:
     """Return an entry for every tensor. `config` is transformers' Qwen2_5_VLConfig."""
     return [*tower("visual", VisionTower, config), *text_entries(config)]
+
+
+def draft_mapping(config: Any) -> list[Entry]:
+    """Return an entry for every tensor of the EAGLE-3 draft head."""
+    return [*eagle3_head(config.text_config)]
 
 
 def text_entries(config: Any) -> Iterator[Entry]:

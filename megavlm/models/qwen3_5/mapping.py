@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from megavlm.models.common.mapping import COLUMNS, ROWS, Entry, same
-from megavlm.models.common.mapping_parts import experts, language_model, mlp, shared_expert
+from megavlm.models.common.mapping_parts import (
+    experts,
+    language_model,
+    mlp,
+    shared_expert,
+    tower,
+)
 from megavlm.models.linear_attention.fused_rows import (
     group_rows,
     join_gated,
@@ -16,14 +22,14 @@ from megavlm.models.linear_attention.fused_rows import (
     ungroup_rows,
 )
 from megavlm.models.qwen3_5.config import has_experts, linear_layers
-from megavlm.models.qwen3_vl.mapping import tower_entries
+from megavlm.models.qwen3_5.vision import VisionTower
 
 
 def mapping(config: Any) -> list[Entry]:
     """Return an entry for every tensor of the model that is trained here. `config` is transformers'
     Qwen3_5Config or Qwen3_5MoeConfig.
     """
-    return [*tower_entries(config.vision_config, num_levels=0), *_text_entries(config)]
+    return [*tower("model.visual", VisionTower, config), *_text_entries(config)]
 
 
 def draft_mapping(config: Any) -> list[Entry]:

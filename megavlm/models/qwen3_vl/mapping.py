@@ -1,12 +1,17 @@
 """Mapping of Qwen3-VL, dense and MoE, between hub tensors and this model's tensors."""
 
 from collections.abc import Iterator
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from megavlm.models.common.mapping import Entry
-from megavlm.models.common.mapping_parts import attention, experts, language_model, mlp, tower
+from megavlm.models.common.mapping_parts import (
+    attention,
+    eagle3_head,
+    experts,
+    language_model,
+    mlp,
+    tower,
+)
 from megavlm.models.qwen3_vl.config import expert_layers
 from megavlm.models.qwen3_vl.vision import VisionTower
 
@@ -15,17 +20,15 @@ def mapping(config: Any) -> list[Entry]:
     """Return an entry for every tensor. `config` is transformers' Qwen3VLConfig or
     Qwen3VLMoeConfig.
     """
-    num_levels = len(config.vision_config.deepstack_visual_indexes)
     return [
-        *tower_entries(config.vision_config, num_levels=num_levels),
+        *tower("model.visual", VisionTower, config),
         *text_entries(config, "model.language_model", transposed=True),
     ]
 
 
-def tower_entries(vision: Any, *, num_levels: int) -> Iterator[Entry]:
-    """Return the tower's entries. `num_levels` is the number of DeepStack levels."""
-    make = partial(VisionTower, tapped_blocks=range(num_levels))
-    return tower("model.visual", make, SimpleNamespace(vision_config=vision))
+def draft_mapping(config: Any) -> list[Entry]:
+    """Return an entry for every tensor of the EAGLE-3 draft head."""
+    return [*eagle3_head(config.text_config)]
 
 
 def text_entries(

@@ -109,6 +109,7 @@ def check_tensors(config: Config) -> str:
     from megavlm.families import family
     from megavlm.models.common.hf_source import HFFolder
     from megavlm.models.common.loading import HUB, HubTensors
+    from megavlm.training.initial_model import head_tensors
 
     folder, checkpoint = Path(config.model.folder), config.model.checkpoint
     hf_config = read_config(folder)
@@ -116,9 +117,16 @@ def check_tensors(config: Config) -> str:
     parts.architecture(hf_config)
     parts.rotary(hf_config)
     entries, source = parts.mapping(hf_config), HFFolder(folder)
-    read = parts.mapping(hf_config, draft_head=config.speculation.train)
+    trains_mtp = config.speculation.train and parts.draft_head == "mtp"
+    read = parts.mapping(hf_config, draft_head=trains_mtp)
     HubTensors(read, source, HUB if checkpoint is None else experts_form(folder))
     done = f"{len(source)} tensors of {folder} by name and shape"
+    if config.speculation.train and not trains_mtp:
+        head_folder = config.rollout.draft_folder
+        assert head_folder is not None, "the recipe was checked"
+        head = head_tensors(head_folder, parts.draft_head)
+        HubTensors(parts.draft_mapping(hf_config), head)
+        done += f", {len(head)} of {head_folder}"
     if checkpoint is None:
         return done
     step = locate_step(Path(checkpoint), None)

@@ -24,7 +24,8 @@ from megavlm.checkpointing.untrained import untrained_tensors
 from megavlm.config.algorithm import DataTraining
 from megavlm.config.schema import Config
 from megavlm.demo_folder import demo_command
-from megavlm.families import check_unquantised, family, family_of
+from megavlm.families import check_unquantised, family, family_of, language_values
+from megavlm.models.common.eagle3 import check_head
 from megavlm.models.folder_files import check_files, check_pickles
 from megavlm.run.checks.layout import Values, check_sizes
 
@@ -52,18 +53,7 @@ def check_model(folder: Path, config: Config) -> Values:
     if not isinstance(config.algorithm, DataTraining):
         _check_served(folder, values)
     check_weights(folder)
-    has_head = any(name.startswith("mtp.") for name in untrained_tensors(folder))
-    if config.speculation.train and not (has_head and family_of(folder).draft_head):
-        raise ValueError(
-            "speculation.train=true trains the draft head mtp.* of Qwen3.5, but model.folder="
-            f"{folder} has none: take a folder with it, or set speculation.train=false"
-        )
-    if config.rollout.draft_algorithm and not has_head:
-        raise ValueError(
-            f"rollout.server_args.speculative_algorithm={config.rollout.draft_algorithm} drafts "
-            f"with the head mtp.* of Qwen3.5, but model.folder={folder} has no such tensors: take "
-            "a folder with them, or remove it"
-        )
+    _check_draft_head(folder, config, values)
     if not (folder / "tokenizer.json").is_file() and not (
         (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
     ):
@@ -78,6 +68,42 @@ def check_model(folder: Path, config: Config) -> Values:
             "copy it from where the model came from"
         )
     return values
+
+
+def _check_draft_head(folder: Path, config: Config, values: Values) -> None:
+    """Raise ValueError if servers are to draft with a head that is not there, or if a head is to be
+    trained that is none of the model's.
+    """
+    has_mtp = any(name.startswith("mtp.") for name in untrained_tensors(folder))
+    kind, rollout, trains = family_of(folder).draft_head, config.rollout, config.speculation.train
+    if trains and kind == "eagle3":
+        make = f"make one with megavlm-convert draft-head {folder} HEAD_DIR"
+        if rollout.draft_folder is None:
+            raise ValueError(
+                f"speculation.train=true trains an EAGLE-3 draft head with model.folder={folder}, "
+                "but rollout.server_args.speculative_draft_model_path names none: "
+                f"{make}, or set speculation.train=false"
+            )
+        check_head(Path(rollout.draft_folder), language_values(values), make)
+    elif trains and not (has_mtp and kind == "mtp"):
+        raise ValueError(
+            "speculation.train=true trains the draft head mtp.* of Qwen3.5 or an EAGLE-3 head of "
+            f"Qwen2.5-VL or Qwen3-VL, but model.folder={folder} has none: take a folder with it, "
+            "or set speculation.train=false"
+        )
+    elif trains and rollout.draft_algorithm == "EAGLE3":
+        raise ValueError(
+            "speculation.train=true trains the draft head mtp.* of "
+            f"model.folder={folder}, but rollout.server_args.speculative_algorithm=EAGLE3 drafts "
+            "with another: set it to NEXTN and remove speculative_draft_model_path, or set "
+            "speculation.train=false"
+        )
+    if rollout.draft_algorithm in ("NEXTN", "EAGLE") and not has_mtp:
+        raise ValueError(
+            f"rollout.server_args.speculative_algorithm={rollout.draft_algorithm} drafts "
+            f"with the head mtp.* of Qwen3.5, but model.folder={folder} has no such tensors: take "
+            "a folder with them, or remove it"
+        )
 
 
 def check_is_folder(folder: Path) -> None:

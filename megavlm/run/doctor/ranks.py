@@ -106,7 +106,7 @@ def _measure(
         attention=attention,
     )
     chunks = build_model(hf_config, mesh, options)
-    entries = family(hf_config.model_type).mapping(hf_config, draft_head=config.speculation.train)
+    entries = family(hf_config.model_type).mapping(hf_config)
     load_hf(chunks[0], entries, HFFolder(config.model.folder), mesh)
     wrapped = wrap(chunks, shard_optimizer=False)
     found: list[torch.Tensor] = []
@@ -164,7 +164,7 @@ def _sync(
     chunks: list[VisionLanguageModel],
     connection: Connection | None,
 ) -> Finding:
-    entries = family(hf_config.model_type).mapping(hf_config, draft_head=config.speculation.train)
+    entries = family(hf_config.model_type).mapping(hf_config)
     memory = None if connection is None else connection.memory
     pool = None if connection is None else connection.server_pool
     sync = WeightSync.from_config(config, mesh, hf_config, entries, chunks, pool)

@@ -26,13 +26,13 @@ from megavlm.demo.tiny_model import make_tiny_model
 from megavlm.families import family
 from megavlm.models.build import build_model
 from megavlm.models.common.config import ModelOptions
-from megavlm.models.common.hf_source import HFFolder
-from megavlm.models.common.loading import LocalTensor, load_hf, local_tensors
+from megavlm.models.common.loading import LocalTensor, local_tensors
 from megavlm.models.common.mapping import Entry, shard_tensor
 from megavlm.models.common.model import VisionLanguageModel
 from megavlm.parallel.mesh import Mesh, build_mesh
 from megavlm.training import gradient_buffers
 from megavlm.training.optimizer import Updater, build_updater
+from tests.parity.runs import load_with_head
 from tests.parity.table import LAYOUTS, Ranks
 from tests.support.fork import launch
 
@@ -145,8 +145,7 @@ def start(
     )
     chunks = build_model(config, mesh, options)
     entries = family(config.model_type).mapping(config, draft_head=draft_head)
-    for chunk in chunks:
-        load_hf(chunk, entries, HFFolder(hf), mesh)
+    load_with_head(chunks, entries, hf, mesh)
     given = {"overlap_grad_reduce": overlap} | (optimizer or {})
     megatron = {name: given.pop(name) for name in [*given] if name in MEGATRON_DEFAULTS}
     settings = replace(SETTINGS, **given, megatron=megatron)

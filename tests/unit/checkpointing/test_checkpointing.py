@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from safetensors.torch import load_file, save_file
 
+from checkpoint_tools.draft_head import FOLDER
 from checkpoint_tools.export_hf import export_hf
 from checkpoint_tools.import_hf import import_hf
 from megavlm.checkpointing.folder import (
@@ -25,9 +26,13 @@ from megavlm.checkpointing.reader import StepReader
 from megavlm.checkpointing.save import SaveTarget, save_checkpoint
 from megavlm.config.lora import LoRA
 from megavlm.config.optimizer import MEGATRON_DEFAULTS
+from megavlm.families import FAMILIES, language_values
+from megavlm.models.common.eagle3 import check_head
 from megavlm.models.common.hf_source import HFFolder
 from megavlm.models.common.lora import add_adapters
+from megavlm.training.initial_model import head_tensors
 from megavlm.training.optimizer import build_updater
+from tests.parity.eagle3_reference import add_random_eagle3
 from tests.parity.table import LAYOUTS, Ranks
 from tests.support.draft_head import add_draft_head
 from tests.support.fork import launch
@@ -86,18 +91,17 @@ def test_a_resumed_run_is_bit_equal(
         assert extra == {"step": 3, "loader": {"epoch": 1, "seen": [1, 2]}}
 
 
-@pytest.fixture(scope="module")
-def hf_with_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("hf_with_head")
-    make_hf(root / "plain", family="qwen3_5", num_layers=4)
-    return add_draft_head(root / "plain", root / "model")
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_draft_head_is_saved_with_the_model(hf_with_head: Path, tmp_path: Path) -> None:
-    """Bit for bit, under the same and another layout, and in the exported folder."""
-    hf, ranks, options = hf_with_head, LAYOUTS["PP2"], {"draft_head": True}
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
+def test_a_draft_head_is_saved_with_the_model(family: str, tmp_path: Path) -> None:
+    """Bit for bit, under the same and another layout, and in the exported folder. An EAGLE-3 head
+    is exported to a folder of its own, from which a run can start.
+    """
+    is_eagle3 = FAMILIES[family].draft_head == "eagle3"
+    plain = make_hf(tmp_path / "plain", family=family, num_layers=4)
+    hf = (add_random_eagle3 if is_eagle3 else add_draft_head)(plain, tmp_path / "model")
+    ranks, options = LAYOUTS["PP2"], {"draft_head": True}
     through = launch(2, train_and_save, hf, ranks, tmp_path / "run", 3, options)
     resumed = launch(2, resume, hf, ranks, tmp_path / "run", options)
     assert [fingerprint for _, fingerprint in resumed] == through
@@ -105,15 +109,20 @@ def test_a_draft_head_is_saved_with_the_model(hf_with_head: Path, tmp_path: Path
     assert "optimizer.state.exp_avg.draft_head.fc.weight" in names
     write_hf_files(hf, tmp_path / "run/hf")
     export_hf(tmp_path / "run", tmp_path / "exported")
-    before, after = HFFolder(hf), HFFolder(tmp_path / "exported")
-    assert set(after) == set(before)
-    head = [name for name in before if name.startswith("mtp.")]
-    assert len(head) == 15
-    for name in head:
+    exported = tmp_path / "exported"
+    assert set(HFFolder(exported)) == set(HFFolder(hf))
+    kind = FAMILIES[family].draft_head
+    before, after = (head_tensors(x / FOLDER if is_eagle3 else x, kind) for x in (hf, exported))
+    assert before.keys() == after.keys() and len(after) == (12 if is_eagle3 else 15)
+    for name in before:
         assert not after[name].equal(before[name]), name
     weight = StepReader(step_folder(tmp_path / "run", 3)).read("draft_head.fc.weight")
     assert after["mtp.fc.weight"].equal(weight)
-    assert "mtp" not in (tmp_path / "exported/README.md").read_text()
+    if is_eagle3:
+        values = json.loads((exported / "config.json").read_text())
+        check_head(exported / FOLDER, language_values(values), "make one")
+    card = (exported / "README.md").read_text()
+    assert "mtp" not in card and (f"`{FOLDER}`" in card) == is_eagle3
 
 
 @pytest.mark.slow

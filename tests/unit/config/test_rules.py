@@ -367,6 +367,15 @@ BROKEN = {
     ): "SGLang's Triton kernel stores them, but rollout.server_args.moe_runner_b",
     ("speculation.train=true",): "but they draft none with it: set rollout.server_args.speculative",
     (
+        "rollout.server_args.speculative_algorithm=EAGLE3",
+        "rollout.server_args.speculative_draft_model_path=head",
+        "rollout.sync=disk",
+    ): "rollout.sync=disk: SGLang's loader would look for the policy's weights in the draft model",
+    (
+        "speculation.train=true",
+        "rollout.server_args.speculative_algorithm=EAGLE3",
+    ): "with it: set rollout.server_args.speculative_algorithm=NEXTN (Qwen3.5), or EAGLE3 with",
+    (
         "speculation.train=true",
         "rollout.server_args.speculative_algorithm=NEXTN",
         "rollout.lora=adapter",

@@ -138,6 +138,16 @@ def test_more_ranks_reduce_more_often(tmp_path: Path) -> None:
 DRAFTING = "rollout.server_args.speculative_algorithm=NEXTN"
 
 
+def test_an_eagle3_head_is_dense_and_reads_three_hidden_states(tmp_path: Path) -> None:
+    eagle3 = "rollout.server_args={speculative_algorithm: EAGLE3, speculative_draft_model_path: h}"
+    model = server("qwen3_vl_30b_a3b_geo3k_nodes", "Qwen3-VL-30B-A3B", tmp_path, eagle3)
+    hidden, query, keys, ffn = 2048, 32 * 128, 4 * 128, 6144
+    attention = (query + 2 * keys) * 2 * hidden + query * hidden
+    cut, whole = 151936 * hidden + attention + 3 * ffn * hidden, 3 * hidden**2
+    assert model.drafts == 3
+    assert model.head == pytest.approx(2 * (cut / model.ranks + whole), rel=0.01)
+
+
 def test_drafts_pay_where_few_requests_read_many_weights(tmp_path: Path) -> None:
     """A pass over four tokens reads the weights once, and computes and samples four times. Three
     drafts read the head and the output layer.

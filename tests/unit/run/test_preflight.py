@@ -104,9 +104,34 @@ def test_servers_draft_with_a_head_that_the_folder_has(
     save_file({"mtp.fc.weight": np.zeros(2)}, tmp_path / "model" / "head.safetensors")
     check_model(recipe, *drafting)
     # The folder's family is Qwen2.5-VL, of which nobody released a head.
-    assert "speculation.train=true trains the draft head mtp.* of Qwen3.5" in refused(
+    assert "speculation.train=true trains an EAGLE-3 draft head with model.folder=" in refused(
         recipe, *drafting, "speculation.train=true", by=check_model
     )
+    config = {**TINY_CONFIG, "model_type": "qwen2_vl"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    assert "speculation.train=true trains the draft head mtp.* of Qwen3.5 or an EAGLE-3" in refused(
+        recipe, *drafting, "speculation.train=true", by=check_model
+    )
+
+
+def test_an_eagle3_head_that_is_trained_is_the_model_s(
+    write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
+    """An SFT run is told where it is as an RL run is."""
+    recipe = write_recipe()
+    release: Any = RELEASES["Qwen3-VL-4B"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(release))
+    training = ("speculation.train=true", "algorithm.name=sft")
+    folder = tmp_path / "model"
+    make = f"make one with megavlm-convert draft-head {folder} HEAD_DIR"
+    assert refused(recipe, *training, by=check_model) == (
+        f"speculation.train=true trains an EAGLE-3 draft head with model.folder={folder}, but "
+        f"rollout.server_args.speculative_draft_model_path names none: {make}, or set "
+        "speculation.train=false"
+    )
+    head = f"rollout.server_args.speculative_draft_model_path={tmp_path}"
+    message = refused(recipe, *training, head, by=check_model)
+    assert message.startswith(f"{tmp_path} has no EAGLE-3 draft head") and message.endswith(make)
 
 
 def test_what_only_servers_read_of_a_config_json(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a run starts with: fresh adapters, or those of `model.checkpoint`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from checkpoint_tools.draft_head import make_draft_head
 from checkpoint_tools.import_hf import import_hf
 from checkpoint_tools.lora.import_adapters import import_adapters
 from megavlm.checkpointing.folder import step_folder
@@ -106,18 +108,31 @@ def test_a_draft_head_comes_from_the_folder_if_the_checkpoint_has_none(tmp_path:
     import_hf(plain, tmp_path / "checkpoint")
     hf = add_draft_head(plain, tmp_path / "hf", like=0)
     recipe = write_recipe(tmp_path, hf, tmp_path / "checkpoint", targets=["language.mlp"])
-    launch(1, check_draft_head, recipe)
+    launch(1, check_draft_head, recipe, HFFolder(hf)["mtp.fc.weight"])
 
 
-def check_draft_head(recipe: Path) -> None:
-    config = load(recipe, ["speculation.train=true"])
+@pytest.mark.slow
+def test_an_eagle3_head_comes_from_its_folder(tmp_path: Path) -> None:
+    """A run that starts from the model's folder, and one from a checkpoint that has no head."""
+    hf = make_hf(tmp_path / "hf", family="qwen3_vl")
+    import_hf(hf, tmp_path / "checkpoint")
+    head = tmp_path / "head"
+    make_draft_head(hf, head, seed=3)
+    recipe = write_recipe(tmp_path, hf, tmp_path / "checkpoint", targets=["language.mlp"])
+    weight = HFFolder(head)["fc.weight"]
+    named = f"rollout.server_args.speculative_draft_model_path={head}"
+    for source in ([], ["model.checkpoint=null"]):
+        launch(1, check_draft_head, recipe, weight, [named, *source])
+
+
+def check_draft_head(recipe: Path, weight: torch.Tensor, overrides: Sequence[str] = ()) -> None:
+    config = load(recipe, ["speculation.train=true", *overrides])
     hf_config = AutoConfig.from_pretrained(config.model.folder)
     entries = family(hf_config.model_type).mapping(hf_config, draft_head=True)
     mesh = build_mesh(Layout.from_config(config.parallel), seed=0)
     step = starting_step(config)
     (model,) = start_model(config, step, hf_config, entries, mesh, "tokens")
     assert model.draft_head is not None
-    weight = HFFolder(config.model.folder)["mtp.fc.weight"]
     assert torch.equal(model.draft_head.fc.weight, weight)
     trained = {name.split(".")[0] for name, x in model.named_parameters() if x.requires_grad}
     assert trained == {"language_model", "draft_head"}
