@@ -39,7 +39,7 @@ class ValueHead(nn.Module):
     """Head of a critic: maps hidden states [N, H] to values [N] in fp32. Its weights start at zero,
     so that an untrained critic returns 0.
 
-    learns_alone: If True, no gradient reaches the hidden states.
+    learns_alone: The hidden states get no gradient from the head if this is true.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
