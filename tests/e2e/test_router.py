@@ -212,10 +212,10 @@ def test_a_server_killed_in_the_middle_of_a_chain_comes_back(
         monkeypatch.setenv(name, key)
     (tmp_path / "my_reward.py").write_text(HELD.format(folder=str(tmp_path)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    folder, hold, holds = world.root / "killed", tmp_path / "hold", tmp_path / "holds"
+    folder, hold, holds = world.root / "killed_in_chain", tmp_path / "hold", tmp_path / "holds"
     with servers(world, tmp_path) as (first, second):
         recipe = world.recipe(
-            "killed",
+            "killed_in_chain",
             **JOINED,
             rollout={"mode": "external", "urls": [first.url, second.url], "sync": "store"},
             reward={
@@ -240,7 +240,7 @@ def test_a_server_killed_in_the_middle_of_a_chain_comes_back(
             run.wait_until(holds.exists)
             while json.loads((link := newest_link(folder)).read_text())["parent"] is None:
                 hold.unlink()  # this link is a base
-                run.wait_for_steps(len(world.metrics("killed")) + 1)
+                run.wait_for_steps(len(world.metrics("killed_in_chain")) + 1)
                 holds.unlink()
                 hold.touch()
                 run.wait_until(holds.exists)
@@ -261,10 +261,10 @@ def test_a_server_killed_in_the_middle_of_a_chain_comes_back(
             count = answers(second)
             hold.unlink()
             run.wait_until(lambda: answers(second) > count)
-            run.wait_for_steps(len(world.metrics("killed")) + 2)
+            run.wait_for_steps(len(world.metrics("killed_in_chain")) + 2)
             run.process.send_signal(signal.SIGTERM)
         assert run.wait() == ExitCode.STOPPED, run.output
-    for step in world.metrics("killed"):
+    for step in world.metrics("killed_in_chain"):
         assert step["episodes"] == 16, "no sample lost, none doubled"
         assert step["rollout_max_difference"] < 1e-4
 

@@ -125,6 +125,7 @@ def test_parent_killed_while_workers_start(folder: Path, tmp_path: Path) -> None
     """The worst moment: a worker was just forked, and has not asked to die with its parent."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(folder), str(tmp_path / "server.log")],
+        stdin=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     started: list[psutil.Process] = []
