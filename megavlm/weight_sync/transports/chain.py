@@ -265,7 +265,7 @@ class ChainTransport:
             self._fs.invalidate_cache()
             if not self._owns:
                 paths = self._fs.ls(self._root, detail=False) if self._fs.exists(self._root) else []
-                held = {path.rstrip("/").rpartition("/")[2]: path for path in paths}
+                held = [path.rstrip("/").rpartition("/")[2] for path in paths]
                 foreign = [name for name in held if not _WRITTEN.fullmatch(name)]
                 if foreign:
                     raise TrainerFault(
@@ -278,6 +278,7 @@ class ChainTransport:
                     file.write(json.dumps(owner).encode())  # of two runs, one creates it
             found = json.loads(self._fs.cat_file(path) or "{}")  # empty while another creates it
             if found != owner:
+                self._owns = False  # what is there now is not to be removed at the end
                 name = found.get("run", "another folder")
                 raise TrainerFault(
                     f"rollout.store={self._url} is used by the run in {name}: "

@@ -169,6 +169,8 @@ def test_of_two_runs_one_takes_a_store(tmp_path: Path) -> None:
     (tmp_path / "store/owner.json").write_text("")
     with pytest.raises(TrainerFault, match="is used by the run in another folder"):
         first._own()
+    first.close()
+    assert (tmp_path / "store/owner.json").exists(), "it is the other run's"
 
 
 def faulty(store: Path, urls: list[str], late: str, kind: str) -> list[Any]:
