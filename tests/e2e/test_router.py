@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -252,8 +252,10 @@ def test_a_server_killed_in_the_middle_of_a_chain_comes_back(
             changes.unlink()
             os.mkfifo(changes)
             start()
-            run.wait_until(lambda: has_reader(changes))
+            writers: list[int] = []
+            run.wait_until(lambda: is_read(changes, writers))
             kill()
+            os.close(writers.pop())  # before, the server would have read an empty file
             changes.unlink()
             changes.write_bytes(content)
             start()
@@ -278,12 +280,11 @@ def newest_link(folder: Path) -> Path:
     return max(folder.glob("store/*/0.json"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def has_reader(fifo: Path) -> bool:
-    try:
-        os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
-    except OSError:
-        return False
-    return True
+def is_read(fifo: Path, writers: list[int]) -> bool:
+    """Return True once a FIFO has a reader. `writers` then has a descriptor at its other end."""
+    with suppress(OSError):
+        writers.append(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+    return bool(writers)
 
 
 JOINED: dict[str, Any] = {
