@@ -2,6 +2,8 @@
 the servers, and with servers that join and leave.
 """
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -189,6 +191,97 @@ def test_a_server_joins_and_another_leaves(
     assert all(torch.equal(tensor, again[key]) for key, tensor in trained.items())
 
 
+INFO, UPDATE = "GET /server_info", "POST /update_weights_from_tensor"
+HELD = """
+import pathlib, time
+def held(responses, rows, turns):
+    hold = pathlib.Path({folder!r}, "hold")
+    while hold.exists():
+        hold.with_name("holds").touch()
+        time.sleep(0.02)
+    return [0.0] * len(responses)
+"""
+
+
+def test_a_server_killed_in_the_middle_of_a_chain_comes_back(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was killed reads the chain when it is back, while the run waits for a reward.
+    It is killed again after the base, at a file of the changes, and then comes back for good.
+    """
+    for name, key in KEYS.items():
+        monkeypatch.setenv(name, key)
+    (tmp_path / "my_reward.py").write_text(HELD.format(folder=str(tmp_path)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    folder, hold, holds = world.root / "killed_in_chain", tmp_path / "hold", tmp_path / "holds"
+    with servers(world, tmp_path) as (first, second):
+        recipe = world.recipe(
+            "killed_in_chain",
+            **JOINED,
+            rollout={"mode": "external", "urls": [first.url, second.url], "sync": "store"},
+            reward={
+                "parts": {"right": {"name": "vqa"}, "held": {"name": "my_reward:held"}},
+                "timeout": START,
+            },
+            run={"summary": False},
+        )
+
+        def kill() -> None:
+            for process in second._family():
+                process.kill()
+            second.stop()
+
+        def start() -> None:
+            with forking_servers():
+                second.launch()
+
+        with running(recipe, folder) as run:
+            run.wait_for_steps(2)
+            hold.touch()
+            run.wait_until(holds.exists)
+            while json.loads((link := newest_link(folder)).read_text())["parent"] is None:
+                hold.unlink()  # this link is a base
+                run.wait_for_steps(len(world.metrics("killed_in_chain")) + 1)
+                holds.unlink()
+                hold.touch()
+                run.wait_until(holds.exists)
+            kill()
+            run.wait_until(lambda: state(folder, second.url) == "dead")
+            # Opening this file waits for a writer, and none comes.
+            changes = link.with_name("0.0")
+            content = changes.read_bytes()
+            changes.unlink()
+            os.mkfifo(changes)
+            asked, updated = (count_of(second, path) for path in (INFO, UPDATE))
+            start()
+            run.wait_until(lambda: count_of(second, INFO) > asked)
+            time.sleep(3.0)  # within a second it is asked to load, and it loads the base first
+            assert count_of(second, UPDATE) == updated, "it is in the middle of the chain"
+            kill()
+            changes.unlink()
+            changes.write_bytes(content)
+            start()
+            run.wait_until(lambda: state(folder, second.url) == "healthy")
+            count = answers(second)
+            hold.unlink()
+            run.wait_until(lambda: answers(second) > count)
+            run.wait_for_steps(len(world.metrics("killed_in_chain")) + 2)
+            run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == ExitCode.STOPPED, run.output
+    for step in world.metrics("killed_in_chain"):
+        assert step["episodes"] == 16, "no sample lost, none doubled"
+        assert step["rollout_max_difference"] < 1e-4
+
+
+def state(folder: Path, url: str) -> str:
+    rows = json.loads((folder / "servers.json").read_text())["servers"]
+    return str(next(row["state"] for row in rows if row["url"] == url))
+
+
+def newest_link(folder: Path) -> Path:
+    return max(folder.glob("store/*/0.json"), key=lambda path: path.stat().st_mtime_ns)
+
+
 JOINED: dict[str, Any] = {
     "algorithm": {
         "name": "grpo",
@@ -205,4 +298,9 @@ JOINED: dict[str, Any] = {
 
 
 def answers(server: ManagedServer) -> int:
-    return server.log_path.read_text().count('"POST /generate HTTP/1.1" 200')
+    return count_of(server, "POST /generate")
+
+
+def count_of(server: ManagedServer, request: str) -> int:
+    """Return how often a server has answered a request."""
+    return server.log_path.read_text().count(f'"{request} HTTP/1.1" 200')
