@@ -73,9 +73,9 @@ class GenerationBatch:
     on_complete: Runs for each complete group while others are generated. The prompts that it passes
     to `ask` are appended to prompts and groups.
 
-    skip_timed_out: If true, a group whose request times out in all attempts is left empty and
-    `on_complete` is called with []; for later turns, `ask` raises RequestTimedOut. If a server
-    refuses a later turn, `ask` always raises RequestRefused.
+    skip_timed_out: A group whose request times out in all attempts is left empty if this is true:
+    `on_complete` is called with [], and `ask` raises RequestTimedOut for a later turn. `ask` raises
+    RequestRefused for a later turn that a server refuses, in any case.
 
     scored: Responses to the only prompt, n of them. They are not sampled, but returned with the
     log-probs that the servers give them as a teacher.

@@ -131,8 +131,9 @@ def print_closing(
     result: Mapping[str, Any], rewards: Sequence[tuple[int, float]], console: Console | None = None
 ) -> None:
     """Print the reward curve of a run, accuracy by category, the conclusion, time by phase, and the
-    output files. result: as returned by `result.build_result`. rewards: points (step, reward) of
-    the curve.
+    output files.
+
+    result: Result of `result.build_result`. rewards: Points (step, reward) of the curve.
     """
     parts: list[RenderableType] = []
     if len(rewards) > 1:

@@ -22,9 +22,9 @@ class Phases:
     ) -> None:
         """Start the clock.
 
-        synchronize: waits for queued device work; called at both ends of a phase. begun: called
-        with the name of each phase that begins. before: seconds of phases that ended earlier.
-        annotate: returns a context that shows a phase in a profile.
+        synchronize: Function that waits for queued device work, at both ends of a phase. begun:
+        Function that gets the name of each phase that begins. before: Seconds of phases that ended
+        earlier. annotate: Function that returns a context, which shows a phase in a profile.
         """
         self._synchronize = synchronize or (lambda: None)
         self._begun = begun or (lambda name: None)

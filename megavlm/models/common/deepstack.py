@@ -54,8 +54,8 @@ class StageLayout(PackLayout):
     vision_rows: [m] Rows of the image tokens among this rank's hidden states.
     first_level: Index of the level in the first rows of this stage's levels.
     captured: Input hidden states [t, 1, H] of this stage's layers among `captured_layers`, without
-        a graph. None if nobody reads them: in passes without a draft head, and when the backward
-        pass recomputes layers.
+        a graph. None in passes without a draft head, and when the backward pass recomputes layers,
+        because then nothing reads them.
     """
 
     vision_rows: Tensor

@@ -211,8 +211,9 @@ def gated(megatron: str, gate: str, up: str, shape: Shape) -> Entry:
 def stacked(
     megatron: str, stack: str, shape: Shape, shard: ShardRule, expert: int, *, transposed: bool
 ) -> Entry:
-    """Map an expert's row of a stack on the hub to a linear layer of the expert: of gate_up_proj to
-    its first [2I, H], the rows of gate, then of up; of down_proj to its second [H, I].
+    """Map an expert's row of a stack on the hub to a linear layer of the expert. A row of
+    gate_up_proj is the first layer [2I, H], with the rows of gate before the rows of up. A row of
+    down_proj is the second layer [H, I].
 
     shape: Shape of the stack, [E, 2I, H] or [E, H, I], with the last two dims exchanged if it is
         `transposed`.
