@@ -52,7 +52,8 @@ def start_model(
 ) -> list[VisionLanguageModel]:
     """Build this rank's part of the model with the weights of `step`, or of `model.folder` if
     `step` is None. Adapters are newly initialized unless the step has them; a value head predicts
-    0; a draft head that the step does not have is the one of `model.folder`. Collective.
+    0; a draft head that the step does not have is the one of `model.folder`, or of the folder that
+    the servers draft with. Collective.
     """
     drafts = config.speculation.train and head != "values"  # a separate critic drafts nothing
     kind = family(hf_config.model_type).draft_head
